@@ -1,0 +1,17 @@
+"""The errors that are a person's to mend; everything else is a bug of ours and keeps its traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ConfigError(ValueError):
+    """What was asked for cannot be done. Carries every violation found, so that all can be mended at once.
+
+    The command line prints the problems one to a line and exits with code 2.
+    """
+
+    def __init__(self, problems: str | Sequence[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        assert self.problems, "a ConfigError needs at least one problem"
+        super().__init__("\n".join(self.problems))

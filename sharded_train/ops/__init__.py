@@ -1,0 +1,1 @@
+"""The operations that models are made of, on local shards."""
