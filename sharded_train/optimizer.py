@@ -32,12 +32,3 @@ class ScheduleConfig:
     warmup_steps: int = 0
     decay_steps: int | None = None  # None: train.num_steps
     final_fraction: float = 0.1
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """The update rule, its schedule, and the norm to which the whole gradient is clipped (None: never)."""
-
-    rule: AdamW | SGD = AdamW()
-    schedule: ScheduleConfig = ScheduleConfig()
-    clip_norm: float | None = 1.0
