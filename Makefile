@@ -1,0 +1,128 @@
+# Everything a fresh clone needs, given a Python, git and make. `make help` lists it.
+#
+# The environment lives in $(VENV). What is installed there is remembered in files named .installed-*, so that it is done
+# once, and again when pyproject.toml or constraints.txt change.
+
+VENV ?= .venv
+PYTHON ?=
+ACCELERATOR ?= $(shell $(FIND_GPU))
+INSTALLER ?= $(shell command -v uv >/dev/null && echo uv || echo pip)
+WORKERS ?= 0
+ARGS ?=
+
+SHELL := bash
+.DEFAULT_GOAL := help
+.SUFFIXES:
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help train test test-all lint format setup setup-dev constraints clean same-environment
+
+# An NVIDIA GPU that can be used from here: driver and device node are present, or (as on WSL) its tool answers.
+FIND_GPU = { [ -d /proc/driver/nvidia ] && ls /dev/nvidia[0-9]*; } >/dev/null 2>&1 \
+	|| nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda12 || echo cpu
+
+# Pythons to try, in this order: the usual one first, so that the environment is no surprise.
+CANDIDATES = $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 python3.11)
+SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+VERSION = import sys; print("%d.%d" % sys.version_info[:2])
+
+EXTRAS = cpu cuda12 cuda13 rehearse dev notebooks
+
+TRAIN = $(VENV)/bin/sharded-train train --config=configs/quickstart.py --workdir=runs/quickstart
+PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS)
+
+ifneq ($(words $(VENV)),1)
+$(error VENV is '$(VENV)'; it must be one path without spaces)
+endif
+
+help:  ## this list
+	@echo 'make TARGET, one of:'
+	@sed -n -E 's/^([a-z-]+):.*  ## (.*)/  \1\t\2/p' Makefile | expand -t 16
+	@echo 'with, if wanted:'
+	@echo '  ARGS="..."          options for the command that a target runs, e.g. make test ARGS="-k mesh -x"'
+	@echo '  PYTHON=python3.12   the Python to use, 3.11 to 3.13 (now: the first that fits)'
+	@echo '  VENV=.venv312       the folder of the environment (now: $(VENV))'
+	@echo '  ACCELERATOR=cuda13  what to train on: cpu, cuda12 or cuda13 (now: $(ACCELERATOR))'
+	@echo '  INSTALLER=pip       what installs packages: uv or pip (now: $(INSTALLER))'
+	@echo '  WORKERS=2           processes that run the tests (now: $(WORKERS), all in one)'
+
+train: setup  ## train configs/quickstart.py into runs/quickstart; again: resume
+	$(TRAIN) $(if $(filter cpu,$(ACCELERATOR)),--cpu-devices=8) $(ARGS)
+
+test: setup-dev  ## run the fast tests
+	$(PYTEST) $(ARGS)
+
+test-all: setup-dev  ## run all tests, the slow ones included
+	$(PYTEST) -m "" $(ARGS)
+
+lint: setup-dev  ## check style, formatting and types
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+format: setup-dev  ## format the code and apply the linter's safe fixes
+	$(VENV)/bin/ruff check --fix-only
+	$(VENV)/bin/ruff format
+
+setup: $(VENV)/.installed-$(ACCELERATOR)  ## install what training needs
+
+setup-dev: $(VENV)/.installed-dev  ## install what tests and checks need
+
+constraints:  ## pin anew what pyproject.toml asks for (needs uv; ARGS=--upgrade for newer versions)
+	uv pip compile pyproject.toml --universal --python-version 3.11 --all-extras --strip-extras --no-annotate \
+		--no-emit-index-url --custom-compile-command "make constraints" --output-file constraints.txt --quiet $(ARGS)
+
+clean:  ## remove the environment and caches, but no run
+	@if [ -e $(VENV)/.made ]; then rm -rf $(VENV); echo 'removed $(VENV)'; fi
+	rm -rf .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
+
+# --- the environment -------------------------------------------------------------------------------------------------
+
+$(VENV)/.made:
+	@for candidate in $(CANDIDATES); do \
+		"$$candidate" -c '$(SUPPORTED)' 2>/dev/null && found=$$("$$candidate" -c 'import sys; print(sys.executable)') && break; \
+	done; \
+	if [ -z "$$found" ]; then \
+		echo 'make: no Python 3.11, 3.12 or 3.13 found (tried: $(CANDIDATES)).' >&2; \
+		echo 'Install one, or name one: make PYTHON=/path/to/python3.12 ...' >&2; exit 1; \
+	fi; \
+	if [ -e $(VENV) ] && [ ! -e $(VENV)/pyvenv.cfg ]; then \
+		echo 'make: $(VENV) exists and is not a Python environment; choose another folder: make VENV=... ...' >&2; exit 1; \
+	fi; \
+	echo "Making an environment in $(VENV) with Python $$("$$found" -c '$(VERSION)') ($$found)"; \
+	if [ $(INSTALLER) = uv ]; then \
+		uv venv --quiet --allow-existing --seed --python "$$found" $(VENV) || exit 1; \
+	elif "$$found" -c 'import ensurepip, venv' 2>/dev/null; then \
+		"$$found" -m venv $(VENV) || exit 1; \
+	else \
+		echo "make: $$found cannot make environments: it lacks venv or ensurepip." >&2; \
+		echo "On Debian and Ubuntu: apt-get install python$$("$$found" -c '$(VERSION)')-venv" >&2; \
+		echo 'Elsewhere: have uv on the PATH, or name another Python: make PYTHON=... ...' >&2; exit 1; \
+	fi; \
+	pwd > $@
+
+# .installed-cpu is the package alone, .installed-EXTRA the package with that extra.
+$(VENV)/.installed-%: $(VENV)/.made pyproject.toml constraints.txt | same-environment
+	$(if $(filter $*,$(EXTRAS)),,$(error nothing to install for '$*'; there are: $(EXTRAS)))
+	@echo 'Installing sharded-train for $* and the packages it needs, as pinned in constraints.txt, with $(INSTALLER):'
+	@echo '$(if $(filter cuda%,$*),3 to 5 GB to download the first time: several minutes.,about 250 MB to download the first time: one to three minutes.)'
+	@SECONDS=0; set -o pipefail; what='.$(if $(filter cpu,$*),,[$*])'; \
+	if [ $(INSTALLER) = uv ]; then \
+		uv pip install --python $(VENV)/bin/python --compile-bytecode --constraint constraints.txt --editable "$$what"; \
+	else \
+		$(VENV)/bin/python -m pip install --progress-bar off --disable-pip-version-check --constraint constraints.txt \
+			--editable "$$what" | sed -u -n -E 's/^ *((Downloading|Using cached) .*[0-9] MB\).*)/  \1/p; /^Installing coll/s/.*/  Installing them/p'; \
+	fi || { echo 'make: installing failed; the reason stands above. Nothing else was changed: run the same command again.' >&2; exit 1; }; \
+	echo "Installed in $$SECONDS s."
+	@touch $@
+
+# An environment holds the paths of the clone that it was made in and one Python: a moved or copied clone would quietly run
+# the code of the old one.
+same-environment: | $(VENV)/.made
+	@if [ "$$(cat $(VENV)/.made)" != "$$(pwd)" ]; then \
+		echo "make: $(VENV) was made for $$(cat $(VENV)/.made), not for $$(pwd); 'make clean' first." >&2; exit 1; \
+	fi
+	@if [ -n '$(PYTHON)' ] && [ "$$('$(PYTHON)' -c '$(VERSION)')" != "$$($(VENV)/bin/python -c '$(VERSION)')" ]; then \
+		echo 'make: $(VENV) has another Python than $(PYTHON); "make clean" first, or choose another folder: VENV=...' >&2; exit 1; \
+	fi
