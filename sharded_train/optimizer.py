@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+import optax
+
+from sharded_train.params import Tree, tree_map
+
 
 @dataclasses.dataclass(frozen=True)
 class AdamW:
@@ -32,3 +38,35 @@ class ScheduleConfig:
     warmup_steps: int = 0
     decay_steps: int | None = None  # None: train.num_steps
     final_fraction: float = 0.1
+
+
+def learning_rate(config: ScheduleConfig, num_steps: int) -> optax.Schedule:
+    """The learning rate of the update that is made when `step` updates have been: a pure function of the step.
+
+    peak (step + 1) / warmup up to the peak, then final + (peak - final) (1 + cos(pi t)) / 2, t from 0 to 1 at the end.
+    """
+    peak, warmup = config.learning_rate, config.warmup_steps
+    end = num_steps if config.decay_steps is None else config.decay_steps
+
+    def at(step: jax.typing.ArrayLike) -> jax.Array:
+        step = jnp.asarray(step, jnp.float32)
+        t = jnp.clip((step - warmup) / max(end - warmup, 1), 0, 1)
+        cosine = config.final_fraction + (1 - config.final_fraction) * (1 + jnp.cos(jnp.pi * t)) / 2
+        return peak * jnp.where(step < warmup, (step + 1) / max(warmup, 1), cosine)
+
+    return at
+
+
+def transformation(rule: AdamW | SGD, specs: Tree) -> optax.GradientTransformation:
+    """Gradients -> the direction to subtract, once times the learning rate.
+
+    Matrices decay, gains and biases do not: their logical axes decide.
+    """
+    decay = optax.add_decayed_weights(rule.weight_decay, mask=tree_map(lambda spec: spec.is_matrix, specs))
+    match rule:
+        case AdamW():
+            parts = [optax.scale_by_adam(rule.b1, rule.b2, rule.eps, mu_dtype=jnp.float32), decay]
+        case SGD():
+            momentum = [optax.trace(rule.momentum, rule.nesterov)] if rule.momentum else []
+            parts = [decay, *momentum]
+    return optax.chain(*parts)

@@ -1,9 +1,28 @@
-"""From logical axes to mesh axes, and ZeRO as the plan of where each weight is gathered."""
+"""From logical axes to mesh axes, and ZeRO as the plan of where each weight is gathered.
+
+ZeRO is not four code paths. Stored state is split over `data` (x `sequence`) from stage 1 on; the stage only says
+how often weights are gathered and gradients reduce-scattered (docs/architecture.md has the table).
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from sharded_train import compat
+from sharded_train.params import ParamSpec, Tree, tree_map
+
+# The mesh axis that splits a logical one; what is not named here is split by ZeRO alone.
+MESH_AXIS = {"layers": "pipeline", "vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
+ZERO_AXES = ("data", "sequence")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,3 +31,127 @@ class ZeroConfig:
 
     stage: Literal[0, 1, 2, 3] = 1
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where one parameter lives: `stored` between steps, `gathered` while it is multiplied with.
+
+    `zero_dim` is the dim that ZeRO splits over `zero_axes`; None when the leaf is whole there, `reasons` saying why.
+    """
+
+    spec: ParamSpec
+    stored: PartitionSpec
+    gathered: PartitionSpec
+    zero_dim: int | None
+    zero_axes: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The placement of every parameter on a mesh of the given axis sizes, under one ZeRO stage."""
+
+    placements: Tree
+    sizes: Mapping[str, int]
+    zero: ZeroConfig
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Mesh axes with more than one device: the only ones that a value can differ over."""
+        return tuple(axis for axis, size in self.sizes.items() if size > 1)
+
+    @property
+    def stored(self) -> Tree:
+        return jax.tree.map(lambda p: p.stored, self.placements, is_leaf=is_placement)
+
+    def gather(self, shards: Tree, names: Tree, dtype: jnp.dtype) -> Tree:
+        """Stored fp32 shards -> weights whole over `data`, in the compute dtype. `names` is the matching subtree."""
+        return jax.tree.map(lambda p, w: collect(w.astype(dtype), p, self.axes), names, shards, is_leaf=is_placement)
+
+    def settle(self, grads: Tree, shards: Tree, names: Tree) -> Tree:
+        """Local gradients of gathered weights -> fp32 gradients in the stored placement, summed over the mesh.
+
+        The sum is the vjp of the gather, in `reduce_dtype`: no reduction is written by hand.
+        """
+        wire = jnp.dtype(self.zero.reduce_dtype)
+
+        def one(p: Placement, grad: jax.Array, shard: jax.Array) -> jax.Array:
+            _, transpose = jax.vjp(lambda w: collect(w, p, self.axes), shard.astype(wire))
+            return transpose(grad.astype(wire))[0].astype(jnp.float32)
+
+        return jax.tree.map(one, names, grads, shards, is_leaf=is_placement)
+
+    def gather_in_autodiff(self, shards: Tree, names: Tree, dtype: jnp.dtype) -> Tree:
+        """`gather` whose gradient is `settle`: for ZeRO-3, where autodiff itself meets the gather."""
+
+        @jax.custom_vjp
+        def gather(shards: Tree) -> Tree:
+            return self.gather(shards, names, dtype)
+
+        def backward(shards: Tree, grads: Tree) -> tuple[Tree]:
+            return (self.settle(grads, shards, names),)
+
+        gather.defvjp(lambda shards: (gather(shards), shards), backward)
+        return gather(shards)
+
+
+def is_placement(x: Any) -> bool:
+    return isinstance(x, Placement)
+
+
+def collect(shard: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
+    """One stored shard -> the weight whole over ZeRO's axes, marked as varying over every axis of the mesh.
+
+    Linear; its transpose reduce-scatters over ZeRO's axes and sums over those that the leaf is whole over.
+    """
+    if placement.zero_dim is not None:
+        dim = placement.zero_dim - (len(placement.spec.shape) - shard.ndim)  # layers may have been scanned away
+        shard = lax.all_gather(shard, placement.zero_axes, axis=dim, tiled=True)
+    return compat.vary(shard, axes)
+
+
+def plan_of(specs: Tree, sizes: Mapping[str, int], zero: ZeroConfig) -> Plan:
+    """The placement of every parameter."""
+    return Plan(tree_map(functools.partial(place, sizes=sizes, zero=zero), specs), dict(sizes), zero)
+
+
+def place(spec: ParamSpec, sizes: Mapping[str, int], zero: ZeroConfig) -> Placement:
+    """Where one parameter lives."""
+    gathered, reasons = _gathered(spec, sizes)
+    axes = tuple(axis for axis in ZERO_AXES if sizes[axis] > 1) if zero.stage else ()
+    dim = _zero_dim(spec, gathered, math.prod(sizes[a] for a in axes), sizes) if axes else None
+    if axes and dim is None:
+        ways = math.prod(sizes[a] for a in axes)
+        reasons = (*reasons, f"whole over {' x '.join(axes)}: no dim of {spec.shape} is a multiple of {ways}")
+    stored = list(gathered)
+    if dim is not None:
+        stored[dim] = (*([gathered[dim]] if gathered[dim] else []), *axes)
+    to_spec = lambda dims: PartitionSpec(*(d[0] if isinstance(d, tuple) and len(d) == 1 else d for d in dims))
+    return Placement(spec, to_spec(stored), to_spec(gathered), dim, axes if dim is not None else (), reasons)
+
+
+def _gathered(spec: ParamSpec, sizes: Mapping[str, int]) -> tuple[list[str | None], tuple[str, ...]]:
+    """Per dim the mesh axis that splits it even while multiplied with, and what had to stay whole."""
+    dims: list[str | None] = []
+    reasons = []
+    for size, name in zip(spec.shape, spec.axes, strict=True):
+        axis = MESH_AXIS.get(name)
+        if axis is None or sizes[axis] == 1:
+            dims.append(None)
+        elif size % sizes[axis]:
+            dims.append(None)
+            reasons.append(f"whole over {axis}: {name} {size} is no multiple of {axis} {sizes[axis]}")
+        else:
+            dims.append(axis)
+    return dims, tuple(reasons)
+
+
+def _zero_dim(spec: ParamSpec, gathered: list[str | None], ways: int, sizes: Mapping[str, int]) -> int | None:
+    """The dim that ZeRO splits `ways` ways: of those that divide, first one that is whole, then the largest.
+
+    Never the layers: the scan walks them, and each layer is gathered by itself under stage 3.
+    """
+    local = [n // sizes[axis] if axis else n for n, axis in zip(spec.shape, gathered, strict=True)]
+    fits = [i for i, n in enumerate(local) if spec.axes[i] != "layers" and n % ways == 0]
+    return max(fits, key=lambda i: (gathered[i] is None, local[i], -i), default=None)

@@ -1,9 +1,28 @@
-"""The decoder-only transformer: GPT-2, Llama-3 and what lies between."""
+"""The decoder-only transformer: GPT-2, Llama-3 and what lies between.
+
+Functions on this device's shards. Between the blocks activations are split over `tensor` along the sequence; inside a
+block every device works on its own heads and its own part of the MLP.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from sharded_train.collectives import TensorParallel, axis_index, axis_size
+from sharded_train.models.stack import SAVED
+from sharded_train.ops import rope
+from sharded_train.ops.attention import attention, within_documents
+from sharded_train.ops.dropout import dropout
+from sharded_train.ops.embedding import lookup, own_rows
+from sharded_train.ops.linear import linear
+from sharded_train.ops.norm import layer_norm, rms_norm
+from sharded_train.params import ParamSpec, Tree, normal, ones, zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,3 +58,178 @@ class DecoderConfig:
     dropout: float = 0.0  # of the embedding and of both residual branches
     init_std: float = 0.02
     attention: Literal["auto", "xla", "cudnn"] = "auto"
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def dim_per_head(self) -> int:
+        return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
+
+
+def param_specs(config: DecoderConfig) -> Tree:
+    """Every parameter; those of the layers stacked `[num_layers, ...]`."""
+    d, f, heads, kv, dh = config.d_model, config.d_ff, config.num_heads, config.kv_heads, config.dim_per_head
+    init = normal(config.init_std)
+    branch_end = normal(config.init_std * (2 * config.num_layers) ** -0.5)  # GPT-2: residual sums keep their variance
+
+    def layer(axes: str, *shape: int, init: Any) -> ParamSpec:
+        return ParamSpec((config.num_layers, *shape), ("layers", *axes.split()), init)
+
+    def norm(stacked: bool) -> Tree:
+        make = layer if stacked else lambda axes, *shape, init: ParamSpec(shape, tuple(axes.split()), init)
+        both = {"gain": make("embed", d, init=ones), "bias": make("embed", d, init=zeros)}
+        return both if config.norm == "layernorm" else {"gain": both["gain"]}
+
+    attention = {
+        "norm": norm(True),
+        "q": layer("embed heads head_dim", d, heads, dh, init=init),
+        "k": layer("embed kv_heads head_dim", d, kv, dh, init=init),
+        "v": layer("embed kv_heads head_dim", d, kv, dh, init=init),
+        "out": layer("heads head_dim embed", heads, dh, d, init=branch_end),
+    }
+    mlp = {
+        "norm": norm(True),
+        "up": layer("embed mlp", d, f, init=init),
+        "down": layer("mlp embed", f, d, init=branch_end),
+    }
+    if config.activation == "swiglu":
+        mlp["gate"] = layer("embed mlp", d, f, init=init)
+    if config.bias:
+        attention |= {
+            "q_bias": layer("heads head_dim", heads, dh, init=zeros),
+            "k_bias": layer("kv_heads head_dim", kv, dh, init=zeros),
+            "v_bias": layer("kv_heads head_dim", kv, dh, init=zeros),
+            "out_bias": layer("embed", d, init=zeros),
+        }
+        mlp |= {"up_bias": layer("mlp", f, init=zeros), "down_bias": layer("embed", d, init=zeros)}
+        if config.activation == "swiglu":
+            mlp["gate_bias"] = layer("mlp", f, init=zeros)
+    specs = {
+        "embedding": ParamSpec((config.vocab_size, d), ("vocab", "embed"), init),
+        "layers": {"attention": attention, "mlp": mlp},
+        "final_norm": norm(False),
+    }
+    if config.positions == "learned":
+        assert config.max_positions is not None
+        specs["positions"] = ParamSpec((config.max_positions, d), ("position", "embed"), init)
+    if not config.tied_embedding:
+        specs["head"] = ParamSpec((config.vocab_size, d), ("vocab", "embed"), init)
+    return specs
+
+
+class Context(flax.struct.PyTreeNode):
+    """What every layer of one forward pass sees beside its weights; nothing here is differentiated by."""
+
+    rope: tuple[jax.Array, jax.Array] | None  # cos and sin, see `rope.tables`
+    visible: jax.Array | None  # [batch, seq, keys] bool; None: plain causal
+    token_numbers: jax.Array  # [batch, seq between blocks] of the global batch: what dropout masks are keyed by
+    dropout_key: jax.Array | None
+
+
+def context(
+    config: DecoderConfig, positions: jax.Array, segments: jax.Array, token_numbers: jax.Array, key: jax.Array | None
+) -> Context:
+    """The context of a training pass: all `[batch, seq]` int32; without a key nothing is dropped."""
+    numbers = TensorParallel().own_tokens(token_numbers)
+    return Context(rotary(config, positions), within_documents(segments), numbers, key if config.dropout else None)
+
+
+def rotary(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+    """The rotary tables of tokens at `positions [batch, seq]`, None for a model that does not rotate."""
+    if config.positions != "rope":
+        return None
+    freq = rope.frequencies(config.dim_per_head, config.rope_theta)
+    if s := config.rope_scaling:
+        freq = rope.stretched(freq, s.factor, s.low_freq_factor, s.high_freq_factor, s.original_context)
+    return rope.tables(positions, freq)
+
+
+def embed(
+    config: DecoderConfig, weights: Tree, tokens: jax.Array, positions: jax.Array, ctx: Context, tp: TensorParallel
+) -> jax.Array:
+    """Tokens and positions `[batch, seq]` -> activations `[batch, seq between blocks, embed]`."""
+    x = tp.leave(lookup(own_rows(weights["embedding"], config.vocab_size), tokens))
+    if config.positions == "learned":
+        x = x + weights["positions"][tp.own_tokens(positions)]
+    return _dropped(config, x, ctx, 0)
+
+
+def block(
+    config: DecoderConfig, implementation: Literal["xla", "cudnn"], x: jax.Array, weights: Tree, ctx: Context, layer: jax.Array
+) -> jax.Array:
+    """One layer: attention, then the MLP, each normalised before and added to the residual stream."""
+    tp = TensorParallel()
+    with jax.named_scope("attention"):
+        w = weights["attention"]
+        q, k, v = projections(config, tp.enter(norm(config, x, w["norm"])), w, ctx.rope)
+        a = checkpoint_name(attention(q, k, v, ctx.visible, implementation), SAVED)
+        x = x + _dropped(config, attention_out(a, w, tp), ctx, 2 * layer + 1)
+        x = checkpoint_name(x, SAVED)
+    with jax.named_scope("mlp"):
+        w = weights["mlp"]
+        y = mlp(config, tp.enter(norm(config, x, w["norm"])), w, tp)
+        return x + _dropped(config, y, ctx, 2 * layer + 2)
+
+
+def projections(
+    config: DecoderConfig, x: jax.Array, w: Tree, rotations: tuple[jax.Array, jax.Array] | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values of this device's heads: each `[batch, seq, heads, head_dim]`, rotated."""
+    kv = {name: _own_kv_heads(config, w[name]) for name in ("k", "v", "k_bias", "v_bias") if name in w}
+    q = checkpoint_name(linear(x, w["q"], w.get("q_bias")), SAVED)
+    k = checkpoint_name(linear(x, kv["k"], kv.get("k_bias")), SAVED)
+    v = checkpoint_name(linear(x, kv["v"], kv.get("v_bias")), SAVED)
+    return (q, k, v) if rotations is None else (rope.rotate(q, rotations), rope.rotate(k, rotations), v)
+
+
+def _own_kv_heads(config: DecoderConfig, w: jax.Array) -> jax.Array:
+    """The kv heads that this device's queries attend to: its shard, or its one head of weights stored whole.
+
+    With fewer kv heads than `tensor` has devices, several devices share one.
+    """
+    ways, local = axis_size("tensor"), w.shape[-2]
+    if ways == 1 or local < config.kv_heads:
+        return w
+    return jax.lax.dynamic_slice_in_dim(w, axis_index("tensor") * config.kv_heads // ways, 1, w.ndim - 2)
+
+
+def attention_out(a: jax.Array, w: Tree, tp: TensorParallel) -> jax.Array:
+    """The row-parallel product after attention: `[batch, seq, heads, head_dim]` -> the residual branch."""
+    y = tp.leave(linear(a, w["out"], num_contracted=2))
+    return y + w["out_bias"] if "out_bias" in w else y
+
+
+def mlp(config: DecoderConfig, x: jax.Array, w: Tree, tp: TensorParallel) -> jax.Array:
+    """Column-, then row-parallel: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU's tanh form, as GPT-2 has it."""
+    up = checkpoint_name(linear(x, w["up"], w.get("up_bias")), SAVED)
+    if config.activation == "swiglu":
+        h = jax.nn.silu(checkpoint_name(linear(x, w["gate"], w.get("gate_bias")), SAVED)) * up
+    else:
+        h = jax.nn.gelu(up, approximate=True)
+    y = tp.leave(linear(h, w["down"]))
+    return y + w["down_bias"] if "down_bias" in w else y
+
+
+def norm(config: DecoderConfig, x: jax.Array, w: Tree) -> jax.Array:
+    if config.norm == "rmsnorm":
+        return rms_norm(x, w["gain"], config.norm_eps)
+    return layer_norm(x, w["gain"], w["bias"], config.norm_eps)
+
+
+def final(config: DecoderConfig, x: jax.Array, weights: Tree, tp: TensorParallel) -> jax.Array:
+    """The last norm: activations between blocks -> `[batch, seq, embed]`, ready for the head."""
+    return tp.enter(norm(config, x, weights["final_norm"]))
+
+
+def head(config: DecoderConfig, weights: Tree) -> jax.Array:
+    """This device's rows of the output table, `[vocab / tensor, embed]`."""
+    return own_rows(weights["embedding" if config.tied_embedding else "head"], config.vocab_size)
+
+
+def _dropped(config: DecoderConfig, x: jax.Array, ctx: Context, site: jax.Array | int) -> jax.Array:
+    """Dropout at one of the model's sites: 0 after the embedding, then two a layer."""
+    if ctx.dropout_key is None:
+        return x
+    return dropout(x, jax.random.fold_in(ctx.dropout_key, site), ctx.token_numbers, config.dropout)

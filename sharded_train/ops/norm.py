@@ -1,0 +1,20 @@
+"""Normalisation over the last dim, computed in fp32 and returned in the dtype it came in."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+    """`x / rms(x) * gain` (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * lax.rsqrt((x32 * x32).mean(-1, keepdims=True) + eps)).astype(x.dtype) * gain
+
+
+def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """`(x - mean(x)) / std(x) * gain + bias` (Ba et al. 2016, arXiv:1607.06450)."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 - x32.mean(-1, keepdims=True)
+    return (x32 * lax.rsqrt((x32 * x32).mean(-1, keepdims=True) + eps)).astype(x.dtype) * gain + bias
