@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from sharded_train import config, config_file, recipe_checks, recipe_warnings
 from sharded_train.data.config import DataConfig
+from sharded_train.errors import ConfigError
 from sharded_train.mesh import MeshConfig
 from sharded_train.models.decoder import DecoderConfig
 from sharded_train.optimizer import SGD, AdamW, ScheduleConfig
 from sharded_train.precision import PrecisionConfig
 from sharded_train.sharding import ZeroConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """The step and how many of them. Batch sizes are global: they do not change with the mesh."""
-
-    num_steps: int = 1000
-    stop_at: int | None = None  # stop and save at this step, the schedule unchanged
-    global_batch_size: int = 32  # rows a step
-    sequence_length: int = 256  # tokens a row
-    num_microbatches: int = 1  # parts each device's rows are worked through in
-    seed: int = 0
-    clip_norm: float | None = 1.0  # of the whole gradient; None: never
-    remat: Literal["none", "selective", "full"] = "none"
-    z_loss: float = 0.0
-    label_smoothing: float = 0.0
+from sharded_train.step import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +47,42 @@ class LogConfig:
 class Recipe:
     """Everything about a run. `configs/*.py` give what differs from these defaults."""
 
-    model: DecoderConfig = DecoderConfig()
-    mesh: MeshConfig = MeshConfig()
-    zero: ZeroConfig = ZeroConfig()
-    precision: PrecisionConfig = PrecisionConfig()
-    optimizer: AdamW | SGD = AdamW()
-    schedule: ScheduleConfig = ScheduleConfig()
-    data: DataConfig = DataConfig()
-    train: TrainConfig = TrainConfig()
-    evaluate: EvaluateConfig = EvaluateConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
+    model: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    zero: ZeroConfig = dataclasses.field(default_factory=ZeroConfig)
+    precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
+    optimizer: AdamW | SGD = dataclasses.field(default_factory=AdamW)
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    log: LogConfig = dataclasses.field(default_factory=LogConfig)
+
+
+def load(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a config file, changed by overrides such as "--config.train.num_steps=10"; not checked yet.
+
+    Raises ConfigError with the file's error, or with every unknown key and wrong value.
+    """
+    return config.build(Recipe, config_file.run(path), overrides)
+
+
+def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe that `config.to_dict` was given, changed by overrides; not checked yet."""
+    return config.build(Recipe, values, overrides)
+
+
+def check(recipe: Recipe, num_devices: int | None) -> None:
+    """Raise ConfigError with every violation at once; without a number of devices, all that can be told without it."""
+    sizes, problems = recipe_checks.axis_sizes(recipe, num_devices)
+    problems += recipe_checks.out_of_range(recipe)
+    problems += recipe_checks.contradictions(recipe)
+    problems += recipe_checks.indivisible(recipe, sizes, num_devices)
+    if problems:
+        raise ConfigError(problems)
+
+
+def warnings_of(recipe: Recipe, num_devices: int | None) -> list[str]:
+    """What a checked recipe asks for that changes nothing, in words, to be said before the run begins."""
+    return recipe_warnings.without_effect(recipe, recipe_checks.axis_sizes(recipe, num_devices)[0])

@@ -1,0 +1,260 @@
+"""The command: `sharded-train VERB --config=FILE.py [--config.key=value ...]`, also `python -m sharded_train VERB`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from sharded_train import __version__, launch
+from sharded_train.config import repeated, split_arguments
+from sharded_train.config_values import did_you_mean
+from sharded_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sharded_train.recipe import Recipe
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb. 0: done; 2: what was asked for cannot be done, and why is on stderr; 130: Ctrl-C."""
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(argv: list[str]) -> int:
+    overrides, arguments = split_arguments(argv)
+    if not arguments:
+        raise ConfigError(f"which verb? One of {', '.join(VERBS)}; `sharded-train --help` tells them apart")
+    name = arguments[0]
+    if name.startswith("-") and name not in ("-h", "--help", "--version"):
+        raise ConfigError(f"{name}: the verb comes first, as in: {VERBS['train'].example}")
+    if not name.startswith("-") and name not in VERBS:
+        raise ConfigError(f"{name}: no such verb{did_you_mean(name, VERBS)} The verbs are {', '.join(VERBS)}")
+    parser, of_verb = _parsers()
+    args, unknown = parser.parse_known_args(arguments)
+    verb = VERBS[args.verb]
+    problems = [*_unknown(unknown, of_verb[args.verb]), *_missing(args, verb), *launch.problems(args)]
+    if problems:
+        raise ConfigError(problems)
+    for note in repeated(overrides):
+        print(f"note: {note}", file=sys.stderr)
+    return verb.run(args, overrides)
+
+
+def _recipe(args: argparse.Namespace, overrides: list[str]) -> Recipe:
+    """The recipe of --config, else the one that the run in --workdir was started with; then the overrides.
+
+    Checked as far as it can be without devices; JAX is started only after that. The verbs check the rest.
+    """
+    from sharded_train import recipe
+
+    if args.config is not None:
+        asked = recipe.load(args.config, overrides)
+    else:
+        path = args.workdir / "config.json"
+        if not path.is_file():
+            raise ConfigError(f"{args.workdir}: holds no run (it has no config.json); give --config=FILE.py")
+        asked = recipe.from_dict(json.loads(path.read_text()), overrides)
+    recipe.check(asked, None)
+    launch.start(args)
+    return asked
+
+
+def _train(args: argparse.Namespace, overrides: list[str]) -> int:
+    recipe = _recipe(args, overrides)
+    from sharded_train.train import train
+
+    return train(recipe, args.workdir, accept_config_change=args.accept_config_change)
+
+
+def _generate(args: argparse.Namespace, overrides: list[str]) -> int:
+    recipe = _recipe(args, overrides)
+    from sharded_train.generate import generate
+
+    return generate(
+        recipe,
+        args.workdir,
+        prompt=args.prompt,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        num_samples=args.num_samples,
+        seed=args.seed,
+        json=args.json,
+    )
+
+
+def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
+    recipe = _recipe(args, overrides)
+    from sharded_train.evaluate import evaluate
+
+    return evaluate(recipe, args.workdir, json=args.json)
+
+
+def _show(args: argparse.Namespace, overrides: list[str]) -> int:
+    recipe = _recipe(args, overrides)
+    from sharded_train.show import show
+
+    return show(recipe, cluster=args.cluster, json=args.json)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verb:
+    """One verb of the command. `needs` are its required options; one of several where they are joined by "or"."""
+
+    summary: str
+    example: str
+    needs: tuple[str, ...]
+    run: Callable[[argparse.Namespace, list[str]], int]
+
+
+VERBS = {
+    "train": Verb(
+        "train a model; goes on from the last checkpoint when the workdir has one",
+        "sharded-train train --config=configs/quickstart.py --workdir=runs/quickstart --cpu-devices=8 "
+        "--config.train.num_steps=100",
+        ("--config", "--workdir"),
+        _train,
+    ),
+    "generate": Verb(
+        "write text with a trained model",
+        "sharded-train generate --workdir=runs/quickstart --cpu-devices=8 --prompt='def main('",
+        ("--workdir", "--prompt"),
+        _generate,
+    ),
+    "evaluate": Verb(
+        "loss and bits per byte of a trained model on the validation text",
+        "sharded-train evaluate --workdir=runs/quickstart --cpu-devices=8",
+        ("--workdir",),
+        _evaluate,
+    ),
+    "show": Verb(
+        "what a config means before it runs: mesh, parameters, bytes per device, FLOPs",
+        "sharded-train show --config=configs/llama3_8b.py --cluster=1x8",
+        ("--config or --workdir",),
+        _show,
+    ),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors go the way of all others, without the usage before them."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see `{self.prog} --help`")
+
+
+def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
+    """The whole command's parser, and each verb's."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = _Parser(
+        prog="sharded-train",
+        description="Trains transformer language models on JAX, sharded over a named device mesh.",
+        epilog="`sharded-train VERB --help` lists a verb's options. Example:\n  " + VERBS["train"].example,
+        formatter_class=raw,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"sharded_train {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    of_verb = {}
+    for name, verb in VERBS.items():
+        sub = verbs.add_parser(
+            name,
+            help=verb.summary,
+            description=f"{verb.summary[0].upper()}{verb.summary[1:]}.",
+            epilog=f"Example:\n  {verb.example}",
+            formatter_class=raw,
+            allow_abbrev=False,
+        )
+        _common_options(sub, verb)
+        _own_options(sub, name)
+        of_verb[name] = sub
+    return parser, of_verb
+
+
+def _common_options(parser: _Parser, verb: Verb) -> None:
+    needed = " ".join(verb.needs)
+    default = "" if "--config" in verb.needs else "; default: the config of the run in --workdir"
+    parser.add_argument("--config", metavar="FILE.py", type=Path, help=f"config file with a get_config(){default}")
+    parser.add_argument(
+        "--config.KEY",
+        metavar="VALUE",
+        dest="_documented_only",
+        help="change one option, such as --config.train.seed=1; given twice, the last counts",
+    )
+    if "--workdir" in needed:
+        parser.add_argument("--workdir", metavar="DIR", type=Path, help="the run's checkpoints, config and metrics")
+    launch.add_options(parser)
+
+
+def _own_options(parser: _Parser, verb: str) -> None:
+    add = parser.add_argument
+    if verb == "train":
+        add("--accept-config-change", action="store_true", help="go on in a workdir that another config started")
+    if verb == "generate":
+        add("--prompt", metavar="TEXT", help="the text to go on from")
+        add("--max-tokens", metavar="N", type=_at_least(int, 1), default=100, help="tokens to write (default 100)")
+        add("--temperature", metavar="X", type=_at_least(float, 0), default=1.0, help="0: the likeliest (default 1)")
+        add("--top-k", metavar="K", type=_at_least(int, 1), help="choose among the K likeliest tokens only")
+        add("--num-samples", metavar="N", type=_at_least(int, 1), default=1, help="texts to write (default 1)")
+        add("--seed", metavar="N", type=_at_least(int, 0), default=0, help="of the sampling (default 0)")
+    if verb == "show":
+        add("--cluster", metavar="HOSTSxDEVICES", help="lay out a cluster that is not there, such as 8x8")
+    if verb != "train":
+        add("--json", action="store_true", help="print JSON")
+
+
+def _at_least(number: Callable[[str], Any], least: int) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = number(text)
+        except ValueError:
+            value = None
+        if value is None or not value >= least:
+            raise argparse.ArgumentTypeError(f"wanted {number.__name__} of at least {least}, got {text!r}")
+        return value
+
+    return parse
+
+
+def _unknown(arguments: list[str], parser: _Parser) -> list[str]:
+    """A problem for each argument that is no option; a word after an unknown option is taken for its value."""
+    known = [option for option in parser._option_string_actions if option.startswith("--")]
+    problems, before = [], ""
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if "." in name and not name.endswith(".py"):
+            hint = f"; options of the config are written --config.KEY=VALUE{did_you_mean(name, ['--config.'])}"
+        else:
+            hint = did_you_mean(name, known)
+        if argument.startswith("-"):
+            problems.append(f"{argument}: no such option{hint}")
+        elif not before.startswith("--") or "=" in before:
+            problems.append(f"{argument}: not expected here{hint}")
+        before = argument
+    return problems
+
+
+def _missing(args: argparse.Namespace, verb: Verb) -> list[str]:
+    """The problem that required options were not given, or nothing."""
+    missing = []
+    for need in verb.needs:
+        names = [name.lstrip("-") for name in need.split(" or ")]
+        if all(getattr(args, name) is None for name in names):
+            missing.append(need)
+    return [f"{args.verb} needs {' and '.join(missing)}; for example: {verb.example}"] if missing else []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

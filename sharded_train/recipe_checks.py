@@ -1,0 +1,224 @@
+"""What a recipe must satisfy beyond its types: ranges, and sizes that divide; each violation with its equation.
+
+Every check names the keys, the operands and what would work. None stops at another's failure, so each guards itself
+against numbers that are out of range.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sharded_train.errors import ConfigError
+from sharded_train.mesh import AXES, resolve_sizes
+
+if TYPE_CHECKING:
+    from sharded_train.recipe import Recipe
+
+RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "at least 1": (
+        lambda x: x >= 1,
+        "model.vocab_size model.d_model model.num_layers model.num_heads model.num_kv_heads model.head_dim model.d_ff "
+        "model.max_positions model.rope_scaling.original_context schedule.decay_steps "
+        "train.num_steps train.global_batch_size train.sequence_length train.num_microbatches evaluate.num_batches "
+        "checkpoint.keep",
+    ),
+    "at least 0": (
+        lambda x: x >= 0,
+        "optimizer.weight_decay schedule.warmup_steps train.seed train.z_loss evaluate.every "
+        "checkpoint.every log.every",
+    ),
+    "above 0": (
+        lambda x: x > 0,
+        "model.norm_eps model.rope_theta model.init_std model.rope_scaling.factor model.rope_scaling.low_freq_factor "
+        "model.rope_scaling.high_freq_factor optimizer.eps schedule.learning_rate train.clip_norm",
+    ),
+    "at least 0 and below 1": (
+        lambda x: 0 <= x < 1,
+        "model.dropout optimizer.b1 optimizer.b2 optimizer.momentum train.label_smoothing",
+    ),
+    "from 0 to 1": (lambda x: 0 <= x <= 1, "schedule.final_fraction"),
+}
+
+
+def nearest_multiples(value: int, of: int) -> list[int]:
+    """The positive multiples of `of` next to a value that is none."""
+    below = value // of * of
+    return [n for n in (below, below + of) if n > 0]
+
+
+def nearest(value: int, choices: Sequence[int]) -> list[int]:
+    """The choices next to a value: the largest below it and the smallest above it."""
+    below, above = [n for n in choices if n < value], [n for n in choices if n > value]
+    return [*([max(below)] if below else []), *([min(above)] if above else [])]
+
+
+def axis_sizes(recipe: Recipe, num_devices: int | None) -> tuple[dict[str, int], list[str]]:
+    """The sizes of the mesh's axes as far as they are known, and what is wrong with the mesh.
+
+    Without a number of devices an axis of -1 is not known; when the sizes do not fit, those that were asked for count.
+    """
+    mesh = recipe.mesh
+    asked = {axis: getattr(mesh, axis) for axis in AXES}
+    known = {axis: size for axis, size in asked.items() if size > 0}
+    problems = []
+    try:
+        sizes = resolve_sizes(mesh, math.prod(known.values()) if num_devices is None else num_devices)
+        known = {axis: size for axis, size in sizes.items() if num_devices is not None or axis in known}
+    except ConfigError as error:
+        problems = error.problems
+    for axis in ("pipeline", "sequence"):
+        if known.get(axis, 1) > 1:
+            problems.append(f"mesh.{axis} = {known[axis]}: not built yet: {axis} parallelism; leave it at 1")
+    return known, problems
+
+
+def out_of_range(recipe: Recipe) -> list[str]:
+    """Numbers that are wrong by themselves."""
+    problems = recipe.data.problems()
+    for words, (holds, keys) in RANGES.items():
+        for key in keys.split():
+            value = _look_up(recipe, key)
+            if value is not None and not holds(value):
+                problems.append(f"{key} = {value}: must be {words}")
+    return problems
+
+
+def indivisible(recipe: Recipe, sizes: Mapping[str, int], num_devices: int | None) -> list[str]:
+    """Dims that do not split over the mesh's axes."""
+    model, train, tensor = recipe.model, recipe.train, sizes.get("tensor", 1)
+    factors = {"train.num_microbatches": train.num_microbatches}
+    if "data" in sizes:
+        factors = {"mesh.data": sizes["data"], **factors}
+    by = " x ".join(f"{key} {n}" for key, n in factors.items()) if len(factors) > 1 else "train.num_microbatches"
+    why = "every device works through its rows in equal parts"
+    problems = _no_multiple("train.global_batch_size", train.global_batch_size, by, math.prod(factors.values()), why)
+    choices = [t for t in range(1, model.num_heads + 1) if _tensor_fits(recipe, t) and (num_devices or t) % t == 0]
+    also = f", or mesh.tensor = {_or(nearest(tensor, choices))}" if nearest(tensor, choices) else ""
+    mlp = "up, gate and down" if model.activation == "swiglu" else "up and down"
+    for key, value, why in (
+        ("model.num_heads", model.num_heads, "the heads dim of attention's q and out is split over tensor"),
+        ("model.d_ff", model.d_ff, f"the mlp dim of {mlp} is split over tensor"),
+        ("train.sequence_length", train.sequence_length, "activations between blocks are split over tensor"),
+    ):
+        problems += _no_multiple(key, value, "mesh.tensor", tensor, why, also)
+    if not _kv_fits(model.kv_heads, tensor):
+        kv = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0 and _kv_fits(n, tensor)]
+        problems.append(
+            f"model.num_kv_heads = {model.kv_heads} and mesh.tensor = {tensor}: neither divides the other, so the "
+            "kv_heads dim of attention's k and v can be neither split over tensor nor stored on equally many devices; "
+            f"nearest that work: model.num_kv_heads = {_or(nearest(model.kv_heads, kv))}{also}"
+        )
+    return problems
+
+
+def contradictions(recipe: Recipe) -> list[str]:
+    """Settings that cannot go together on any mesh."""
+    problems = [*_shape(recipe), *_positions(recipe), *_steps(recipe)]
+    if recipe.model.attention == "cudnn" and recipe.precision.recipe == "fp32":
+        problems.append(
+            "model.attention = cudnn with precision.recipe = fp32: cuDNN's attention takes 16-bit numbers "
+            "only; use attention = auto or precision.recipe = bf16"
+        )
+    scaling = recipe.model.rope_scaling
+    if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
+        problems.append(
+            f"model.rope_scaling.low_freq_factor = {scaling.low_freq_factor} must be below high_freq_factor = "
+            f"{scaling.high_freq_factor}"
+        )
+    return problems
+
+
+def _shape(recipe: Recipe) -> list[str]:
+    """The attention's heads within the model."""
+    model, problems = recipe.model, []
+    if model.head_dim is None and model.num_heads >= 1:
+        also = f", model.num_heads = {_or(nearest(model.num_heads, _divisors(model.d_model)))}, or set head_dim"
+        why = "without model.head_dim the heads share d_model equally"
+        problems += _no_multiple("model.d_model", model.d_model, "model.num_heads", model.num_heads, why, also)
+    if model.num_kv_heads is not None:
+        also = f", or model.num_kv_heads = {_or(nearest(model.kv_heads, _divisors(model.num_heads)))}"
+        why = "each kv head serves equally many heads"
+        problems += _no_multiple("model.num_heads", model.num_heads, "model.num_kv_heads", model.kv_heads, why, also)
+    return problems
+
+
+def _positions(recipe: Recipe) -> list[str]:
+    model, length, problems = recipe.model, recipe.train.sequence_length, []
+    if model.positions == "learned":
+        if model.max_positions is None:
+            problems.append(
+                f"model.positions = learned needs model.max_positions, at least {length} (train.sequence_length)"
+            )
+        elif model.max_positions < length:
+            problems.append(
+                f"model.max_positions = {model.max_positions} < train.sequence_length = {length}: learned "
+                f"positions need a row for each; set max_positions to {length} or more, or sequence_length to at most "
+                f"{model.max_positions}"
+            )
+        if model.rope_scaling is not None:
+            problems.append(
+                "model.rope_scaling is set, but model.positions = learned has no rotary frequencies to "
+                "stretch; set positions = rope, or rope_scaling = none"
+            )
+    elif model.num_heads >= 1 and model.dim_per_head % 2:
+        problems.append(
+            f"model.head_dim = {model.dim_per_head}{'' if model.head_dim else ' (d_model / num_heads)'} is odd: rope "
+            f"turns pairs of numbers; nearest that work: {_or(nearest_multiples(model.dim_per_head, 2))}"
+        )
+    return problems
+
+
+def _steps(recipe: Recipe) -> list[str]:
+    train, schedule, problems = recipe.train, recipe.schedule, []
+    key = "train.num_steps" if schedule.decay_steps is None else "schedule.decay_steps"
+    decay = train.num_steps if schedule.decay_steps is None else schedule.decay_steps
+    if schedule.warmup_steps > decay:
+        problems.append(
+            f"schedule.warmup_steps = {schedule.warmup_steps} > {key} = {decay}: the learning rate would "
+            "never come to its peak"
+        )
+    if train.stop_at is not None and not 1 <= train.stop_at <= train.num_steps:
+        problems.append(f"train.stop_at = {train.stop_at}: must be from 1 to train.num_steps = {train.num_steps}")
+    if recipe.log.profile_steps is not None:
+        first, last = recipe.log.profile_steps
+        if not 0 <= first < last:
+            problems.append(f"log.profile_steps = ({first}, {last}): [first, last) must have 0 <= first < last")
+    return problems
+
+
+def _no_multiple(key: str, value: int, by: str, divisor: int, why: str, also: str = "") -> list[str]:
+    """The problem that a size does not divide, or nothing; sizes below 1 are told of elsewhere."""
+    if value < 1 or divisor < 1 or value % divisor == 0:
+        return []
+    return [
+        f"{key} = {value} is no multiple of {by} = {divisor} ({value} = {value // divisor} x {divisor} + "
+        f"{value % divisor}): {why}; nearest that work: {key} = {_or(nearest_multiples(value, divisor))}{also}"
+    ]
+
+
+def _tensor_fits(recipe: Recipe, tensor: int) -> bool:
+    model = recipe.model
+    dims = (model.num_heads, model.d_ff, recipe.train.sequence_length)
+    return all(dim % tensor == 0 for dim in dims) and _kv_fits(model.kv_heads, tensor)
+
+
+def _kv_fits(kv_heads: int, tensor: int) -> bool:
+    """Split over tensor, or each head stored whole on tensor / kv_heads devices."""
+    return kv_heads < 1 or kv_heads % tensor == 0 or tensor % kv_heads == 0
+
+
+def _divisors(value: int) -> list[int]:
+    return [n for n in range(1, value + 1) if value % n == 0]
+
+
+def _or(numbers: Sequence[int]) -> str:
+    return " or ".join(map(str, numbers))
+
+
+def _look_up(settings: Any, key: str) -> Any:
+    """The value under a dotted key; None where a group is absent or of another type."""
+    for name in key.split("."):
+        settings = getattr(settings, name, None)
+    return settings

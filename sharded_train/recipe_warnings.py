@@ -1,0 +1,59 @@
+"""What a recipe asks for that changes nothing on the given devices: allowed, and said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from sharded_train.mesh import AXES
+from sharded_train.optimizer import SGD
+
+if TYPE_CHECKING:
+    from sharded_train.recipe import Recipe
+
+
+def without_effect(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
+    """One sentence for each; `sizes` are the axes' sizes as far as they are known."""
+    return [*_mesh(recipe, sizes), *_model(recipe, sizes), *_steps(recipe)]
+
+
+def _mesh(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
+    mesh, zero, warnings = recipe.mesh, recipe.zero, []
+    if sizes.get("data") == 1 and zero.stage > 0:
+        warnings.append(f"zero.stage = {zero.stage} shards nothing: mesh.data is 1")
+    if sizes.get("data") == 1 and zero.reduce_dtype != "float32":
+        warnings.append(f"zero.reduce_dtype = {zero.reduce_dtype} changes nothing: mesh.data is 1")
+    if sizes.get("tensor") == 1 and mesh.allow_tensor_across_hosts:
+        warnings.append("mesh.allow_tensor_across_hosts changes nothing: mesh.tensor is 1")
+    split = [axis for axis in AXES if sizes.get(axis) != 1]
+    if mesh.order != AXES and len(split) < 2:
+        warnings.append("mesh.order changes nothing: at most one axis is larger than 1")
+    return warnings
+
+
+def _model(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
+    model, tensor, warnings = recipe.model, sizes.get("tensor", 1), []
+    if model.vocab_size % tensor:
+        tables = "embedding" if model.tied_embedding else "embedding and head"
+        padded = -(-model.vocab_size // tensor) * tensor
+        warnings.append(
+            f"model.vocab_size = {model.vocab_size} is no multiple of mesh.tensor = {tensor}: {tables} are "
+            f"stored whole over tensor and padded to {padded} inside the step"
+        )
+    if model.positions == "learned" and model.rope_theta != type(model)().rope_theta:
+        warnings.append("model.rope_theta changes nothing: model.positions is learned")
+    return warnings
+
+
+def _steps(recipe: Recipe) -> list[str]:
+    train, optimizer, profile, warnings = recipe.train, recipe.optimizer, recipe.log.profile_steps, []
+    last = train.num_steps if train.stop_at is None else train.stop_at
+    if isinstance(optimizer, SGD) and optimizer.nesterov and optimizer.momentum == 0:
+        warnings.append("optimizer.nesterov changes nothing: optimizer.momentum is 0")
+    for key in ("evaluate", "checkpoint", "log"):
+        every = getattr(recipe, key).every
+        if every > last:
+            warnings.append(f"{key}.every = {every} is beyond this run's last step {last}: never reached")
+    if profile is not None and profile[0] >= last:
+        warnings.append(f"log.profile_steps = {profile} begins after this run's last step {last - 1}: no profile")
+    return warnings
