@@ -62,13 +62,20 @@ def _recipe(args: argparse.Namespace, overrides: list[str]) -> Recipe:
     if args.config is not None:
         asked = recipe.load(args.config, overrides)
     else:
-        path = args.workdir / "config.json"
-        if not path.is_file():
-            raise ConfigError(f"{args.workdir}: holds no run (it has no config.json); give --config=FILE.py")
-        asked = recipe.from_dict(json.loads(path.read_text()), overrides)
+        asked = recipe.from_dict(_config_of_run(args.workdir), overrides)
     recipe.check(asked, None)
     launch.start(args)
     return asked
+
+
+def _config_of_run(workdir: Path) -> dict[str, Any]:
+    path = workdir / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{workdir}: holds no run (it has no config.json); give --config=FILE.py")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: damaged, it is not JSON any more ({error}); give --config=FILE.py") from error
 
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:

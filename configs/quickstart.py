@@ -1,0 +1,33 @@
+"""The quickstart: a small Llama on the source code of Python's own standard library; downloads nothing.
+
+Command:   make train
+           (sharded-train train --config=configs/quickstart.py --workdir=runs/quickstart --cpu-devices=8)
+Hardware:  2 CPU cores as 8 virtual devices (data 4 x tensor 2); 2, 4 or 8 GPUs; one GPU with --config.mesh.tensor=1
+Time:      about 3 minutes of training on 2 cores (not measured yet)
+Expect:    a falling loss, and validation bits per byte below those of a byte-bigram model of the same text
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+    config.model = {
+        "vocab_size": 4096,
+        "d_model": 256,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "d_ff": 704,
+        "tied_embedding": True,
+    }
+    config.mesh = {"data": -1, "tensor": 2}
+    config.zero = {"stage": 1}
+    config.precision = {"recipe": "fp32"}
+    config.optimizer = {"type": "adamw"}
+    config.schedule = {"learning_rate": 2e-3, "warmup_steps": 20}
+    config.data = {"max_bytes": 16_000_000}
+    config.train = {"num_steps": 200, "global_batch_size": 16, "sequence_length": 256}
+    config.evaluate = {"every": 50, "num_batches": 4}
+    config.checkpoint = {"every": 100}
+    return config
