@@ -1,0 +1,82 @@
+"""What a loss is worth: bits per byte of the validation text by two models that anyone can check."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from sharded_train.data.cache import cached_file
+from sharded_train.data.rows import Rows
+from sharded_train.data.tokenizer import NUM_BYTES, TextTokenizer
+
+NUM_SYMBOLS = NUM_BYTES + 1  # the bytes, and the end of a document
+_TOKENS_AT_ONCE = 1 << 18
+_TRAIN_PARTS = 64  # at most, of _TOKENS_AT_ONCE each: plenty for 257 x 257 counts
+_GZIP_WINDOW = 31  # zlib's number for a window of 32 KiB in a gzip frame
+
+
+def baselines(train: Rows, validation: Rows, tokenizer: TextTokenizer) -> dict[str, float]:
+    """Bits per byte of the validation text by a byte-bigram model of the training text and by gzip -9.
+
+    The bigram model predicts what our model does: every byte of every document and its end, knowing where it
+    begins. gzip is given all documents as one text, in the order of the rows, and is not charged for where they
+    end.
+    """
+    counts = np.zeros((NUM_SYMBOLS, NUM_SYMBOLS), np.int64)
+    for symbols in islice(_symbols(train, tokenizer), _TRAIN_PARTS):
+        counts += bigram_counts(symbols)
+    cost = bigram_bits(counts)
+    bigram_sum, num_bytes, gzip_bytes = 0.0, 0, 0
+    packer = zlib.compressobj(9, zlib.DEFLATED, _GZIP_WINDOW)
+    for symbols in _symbols(validation, tokenizer):
+        bigram_sum += float(cost[symbols[:-1], symbols[1:]].sum())
+        text = symbols[1:][symbols[1:] < NUM_BYTES].astype(np.uint8).tobytes()
+        num_bytes += len(text)
+        gzip_bytes += len(packer.compress(text))
+    gzip_bytes += len(packer.flush())
+    return {
+        "byte_bigram_bits_per_byte": bigram_sum / num_bytes,
+        "gzip_bits_per_byte": 8 * gzip_bytes / num_bytes,
+    }
+
+
+def cached_baselines(
+    path: Path, train: Rows, validation: Rows, tokenizer: TextTokenizer, progress: Callable[[str], None]
+) -> dict[str, float]:
+    """`baselines`, kept in a JSON file."""
+
+    def build(temporary: Path) -> None:
+        temporary.write_text(json.dumps(baselines(train, validation, tokenizer)))
+
+    cached_file(path, build, progress)
+    values: dict[str, float] = json.loads(path.read_text())
+    return values
+
+
+def bigram_counts(symbols: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[NUM_SYMBOLS, NUM_SYMBOLS] How often each symbol follows each."""
+    pairs = symbols[:-1] * NUM_SYMBOLS + symbols[1:]
+    return np.bincount(pairs, minlength=NUM_SYMBOLS**2).reshape(NUM_SYMBOLS, NUM_SYMBOLS)
+
+
+def bigram_bits(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """[previous, next] -log2 p(next | previous), each count plus one (Laplace), so that nothing is impossible."""
+    return np.log2(counts.sum(axis=1, keepdims=True) + NUM_SYMBOLS) - np.log2(counts + 1)
+
+
+def _symbols(rows: Rows, tokenizer: TextTokenizer) -> Iterator[npt.NDArray[np.int64]]:
+    """The stream's bytes, and NUM_BYTES for end of text, in parts; each begins with the last symbol before it."""
+    texts = [np.frombuffer(text, np.uint8).astype(np.uint16).tobytes() for text in tokenizer.token_text]
+    texts[tokenizer.end_of_text] = np.array([NUM_BYTES], np.uint16).tobytes()
+    last = np.array([], np.int64)
+    for start in range(0, len(rows.stream), _TOKENS_AT_ONCE):
+        part = b"".join([texts[token] for token in rows.stream[start : start + _TOKENS_AT_ONCE].tolist()])
+        symbols = np.concatenate([last, np.frombuffer(part, np.uint16).astype(np.int64)])
+        yield symbols
+        last = symbols[-1:]

@@ -1,0 +1,196 @@
+"""Batches: the samples of a step are the same on any mesh, for any number of processes, and after any resume."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import islice
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sharded_train.data.loader import Loader, LocalBatches, local_rows, num_train_steps, validation_batches
+from sharded_train.data.order import train_sample
+from sharded_train.data.rows import KEYS, Row, Rows
+
+BATCH = (8, 16)
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    rng = np.random.default_rng(0)
+    stream = rng.integers(1, 1000, 37 * BATCH[1] - 5).astype(np.uint16)
+    stream[::13] = stream[-1] = 0
+    return Rows(stream, BATCH[1], 0)
+
+
+def placed(shape: tuple[int, int], *spec: str | tuple[str, ...] | None) -> NamedSharding:
+    devices = np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape)
+    return NamedSharding(Mesh(devices, ("data", "tensor")), PartitionSpec(*spec))
+
+
+def expected_batch(rows: Rows, seed: int, step: int) -> Row:
+    chosen = [rows[int(row)] for row in train_sample(rows, seed, step * BATCH[0] + np.arange(BATCH[0]))]
+    return {key: np.stack([row[key] for row in chosen]) for key in KEYS}
+
+
+SHARDINGS = {
+    "one device": ((1, 1), ()),
+    "data": ((8, 1), ("data",)),
+    "two rows a device, tensor shares them": ((4, 2), ("data",)),
+    "all devices hold everything": ((2, 4), ()),
+    "rows cut too": ((2, 4), ("data", "tensor")),
+    "data from two axes": ((4, 2), (("data", "tensor"),)),
+}
+
+
+@pytest.mark.parametrize(("shape", "spec"), SHARDINGS.values(), ids=SHARDINGS)
+@pytest.mark.parametrize("num_threads", [0, 3])
+def test_batches_do_not_depend_on_the_mesh_or_the_threads(
+    rows: Rows, shape: tuple[int, int], spec: tuple[str, ...], num_threads: int
+) -> None:
+    sharding = placed(shape, *spec)
+    with Loader(rows, batch_shape=BATCH, sharding=sharding, seed=4, num_threads=num_threads) as loader:
+        for step, batch in enumerate(islice(loader, 11)):  # over two ends of an epoch
+            assert set(batch) == set(KEYS)
+            for key, value in expected_batch(rows, 4, step).items():
+                assert batch[key].sharding == sharding
+                assert batch[key].dtype == np.int32
+                np.testing.assert_array_equal(batch[key], value)
+
+
+@pytest.mark.parametrize("start_step", [1, 4, 5, 40])
+def test_restarting_gives_the_batches_of_running_through(rows: Rows, start_step: int) -> None:
+    sharding = placed((4, 2), "data")
+    with Loader(rows, batch_shape=BATCH, sharding=sharding, seed=9, start_step=start_step) as loader:
+        for step, batch in enumerate(islice(loader, 3), start_step):
+            for key, value in expected_batch(rows, 9, step).items():
+                np.testing.assert_array_equal(batch[key], value)
+
+
+def test_epochs_come_to_an_end_with_every_row_seen_as_often(rows: Rows) -> None:
+    sharding, num_epochs = placed((8, 1), "data"), 3
+    num_steps = num_train_steps(len(rows), BATCH[0], num_epochs)
+    assert num_steps == 14  # ceil(3 epochs x 37 rows / 8)
+    with Loader(rows, batch_shape=BATCH, sharding=sharding, seed=1, num_epochs=num_epochs) as loader:
+        batches = [jax.device_get(batch) for batch in loader]
+    assert len(batches) == num_steps
+    tokens = np.concatenate([batch["tokens"] for batch in batches])
+    held = np.concatenate([batch["segments"] for batch in batches])[:, 0] > 0
+    assert held.sum() == num_epochs * len(rows)
+    assert held[: held.sum()].all()
+    targets = np.concatenate([batch["targets"] for batch in batches])
+    assert (targets >= 0).sum() == num_epochs * rows.num_targets
+    assert (targets[~held] == -1).all()
+    # The first epoch does not depend on how many there are.
+    with Loader(rows, batch_shape=BATCH, sharding=sharding, seed=1, num_epochs=1) as loader:
+        first = np.concatenate([np.asarray(batch["tokens"]) for batch in loader])[: len(rows)]
+    np.testing.assert_array_equal(first, tokens[: len(rows)])
+
+
+def test_a_loader_that_starts_at_the_end_is_empty(rows: Rows) -> None:
+    with Loader(rows, batch_shape=BATCH, sharding=placed((1, 1)), seed=1, num_epochs=1, start_step=5) as loader:
+        assert list(loader) == []
+
+
+def test_a_batch_larger_than_an_epoch_goes_on_into_the_next(rows: Rows) -> None:
+    few = dataclasses.replace(rows, stream=rows.stream[: 3 * BATCH[1] + 1])
+    with Loader(few, batch_shape=BATCH, sharding=placed((1, 1)), seed=1) as loader:
+        batch = next(loader)
+    np.testing.assert_array_equal(batch["tokens"], expected_batch(few, 1, 0)["tokens"])
+    assert len(np.unique(np.asarray(batch["tokens"])[:3], axis=0)) == 3
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_validation_has_every_row_once_and_then_padding(rows: Rows, num_threads: int) -> None:
+    arguments: dict[str, Any] = {"batch_shape": BATCH, "sharding": placed((4, 2), "data"), "num_threads": num_threads}
+    with validation_batches(rows, **arguments) as batches:
+        values = [jax.device_get(batch) for batch in batches]
+    assert len(values) == 5  # ceil(37 rows / 8)
+    for key in KEYS:
+        got = np.concatenate([value[key] for value in values])
+        np.testing.assert_array_equal(got[: len(rows)], np.stack([rows[index][key] for index in range(len(rows))]))
+        np.testing.assert_array_equal(got[len(rows) :], np.stack([rows.empty()[key]] * 3))
+    with validation_batches(rows, **arguments, num_batches=2) as batches:
+        some = [jax.device_get(batch) for batch in batches]
+    assert len(some) == 2
+    np.testing.assert_array_equal(some[1]["tokens"], values[1]["tokens"])
+
+
+@dataclasses.dataclass(frozen=True)
+class OneProcess:
+    """What a process of several sees of a sharding: the devices that are its own."""
+
+    whole: NamedSharding
+    process: int
+    num_processes: int
+
+    def addressable_devices_indices_map(self, shape: tuple[int, ...]) -> dict[jax.Device, tuple[slice, ...]]:
+        every: dict[jax.Device, Any] = dict(self.whole.devices_indices_map(shape))
+        own = np.array_split(np.array(self.whole.mesh.devices).reshape(-1), self.num_processes)[self.process]
+        return {device: every[device] for device in own}
+
+
+class CountingRows:
+    """Rows that note which of them were read."""
+
+    def __init__(self, rows: Rows):
+        self.rows = rows
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> Row:
+        self.read.append(index)
+        return self.rows[index]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [((8, 1), ("data",)), ((4, 2), ("data",)), ((2, 4), ("data",)), ((4, 2), ("tensor",)), ((1, 8), ())],
+)
+def test_processes_read_only_their_rows_and_together_the_same_batch(
+    rows: Rows, num_processes: int, shape: tuple[int, int], spec: tuple[str, ...]
+) -> None:
+    step = 3
+    expected = expected_batch(rows, 2, step)
+    seen = set()
+    for process in range(num_processes):
+        sharding = OneProcess(placed(shape, *spec), process, num_processes)
+        places = local_rows(sharding, BATCH)  # type: ignore[arg-type]
+        counting = CountingRows(rows)
+        source = LocalBatches(
+            counting,  # type: ignore[arg-type]
+            lambda samples: train_sample(rows, 2, samples),
+            places,
+            BATCH[0],
+            range(step, step + 1),
+        )
+        local = source[0]
+        for key in KEYS:
+            np.testing.assert_array_equal(local[key], expected[key][places])
+        assert len(counting.read) == len(places) == len(set(counting.read))
+        held = {
+            place
+            for rows_of, _ in sharding.addressable_devices_indices_map(BATCH).values()
+            for place in range(BATCH[0])[rows_of]
+        }
+        assert set(places.tolist()) == held
+        seen |= held
+    assert seen == set(range(BATCH[0]))
+
+
+class UnreadableRows(Rows):
+    """Rows on a disk that fails."""
+
+    def __getitem__(self, index: int) -> Row:
+        raise OSError(f"row {index} cannot be read")
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_an_error_while_reading_reaches_the_loop(rows: Rows, num_threads: int) -> None:
+    unreadable = UnreadableRows(rows.stream, rows.sequence_length, rows.end_of_text)
+    arguments: dict[str, Any] = {"batch_shape": BATCH, "sharding": placed((1, 1)), "num_threads": num_threads}
+    with Loader(unreadable, seed=0, **arguments) as loader, pytest.raises(OSError, match=r"row \d+ cannot be read"):
+        next(loader)
