@@ -75,7 +75,6 @@ def test_state_and_record_come_back_on_any_mesh(checkpointer: Checkpointer, stat
     wanted = abstract(make_state(mesh_of(data, tensor)))
     restored, read = checkpointer.restore(None, wanted)
     assert read == record
-    assert jax.tree.structure(restored) == jax.tree.structure(state)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, wanted)
 
@@ -168,6 +167,12 @@ def largest_file(path: Path) -> Path:
     return max((file for file in path.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
 
 
+def empty(path: Path) -> None:
+    for file in path.rglob("*"):
+        if file.is_file():
+            file.unlink()
+
+
 DAMAGES: dict[str, Callable[[Path], Any]] = {
     "truncated arrays": lambda path: os.truncate(largest_file(path), 1000),
     "no arrays": lambda path: largest_file(path).unlink(),
@@ -177,7 +182,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "half a tree": lambda path: os.truncate(path / "state/_METADATA", 50),
     "half a manifest": lambda path: os.truncate(path / "state/manifest.ocdbt", 20),
     "no state": lambda path: shutil.rmtree(path / "state"),
-    "nothing": lambda path: [shutil.rmtree(path), path.mkdir()],
+    "nothing": empty,
 }
 
 

@@ -1,0 +1,107 @@
+"""The directory of a run: what lies where, and that it belongs to one config."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from sharded_train import config
+from sharded_train import recipe as recipes
+from sharded_train.errors import ConfigError
+from sharded_train.recipe import Recipe
+
+CONFIG = "config.json"  # of the last `train` there; each checkpoint's record holds the one it was made under
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+DATA = "data"
+PROFILE = "profile"
+TENSORBOARD = "tensorboard"
+
+# A run stays the same run when these change: where and how it computes, not what.
+MAY_CHANGE = (
+    "config.mesh.",
+    "config.zero.",
+    "config.train.num_microbatches",
+    "config.train.remat",
+    "config.train.stop_at",
+    "config.log.",
+    "config.evaluate.",
+    "config.checkpoint.",
+    "config.data.read_threads",
+    "config.data.cache_dir",
+    "config.model.attention",
+)
+
+
+def read_recipe(workdir: Path) -> Recipe:
+    """The recipe of the run in `workdir`. Raises ConfigError if there is none, or it cannot be read."""
+    path = workdir / CONFIG
+    try:
+        values = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{workdir} holds no run: there is no {path}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    try:
+        return recipes.from_dict(values)
+    except ConfigError as error:
+        raise ConfigError([f"{path} was written by another version of sharded_train:", *error.problems]) from error
+
+
+def check(workdir: Path, recipe: Recipe, *, accept_config_change: bool = False) -> None:
+    """Raises ConfigError unless a run of `recipe` may start or go on in `workdir`. Reads only.
+
+    A directory without a config may hold anything (a launcher's logs, say) except what a run would write itself.
+    """
+    if not (workdir / CONFIG).exists():
+        _check_new(workdir)
+        return
+    if accept_config_change:
+        return
+    changes = [
+        change for change in config.differences(read_recipe(workdir), recipe) if not change.startswith(MAY_CHANGE)
+    ]
+    if changes:
+        raise ConfigError(
+            [
+                f"{workdir} belongs to a run with another config (there -> here):",
+                *(f"  {change}" for change in changes),
+                "Choose another --workdir, or go on in this one with --accept-config-change.",
+            ]
+        )
+
+
+def claim(workdir: Path, recipe: Recipe) -> None:
+    """Makes the directory and writes the config of the run, for one process to call after `check`."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(config.to_dict(recipe), indent=2) + "\n"
+    path = workdir / CONFIG
+    if not path.exists() or path.read_text() != text:
+        write_atomically(path, text)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The whole text or, whatever happens, what was there before."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _check_new(workdir: Path) -> None:
+    parent = workdir
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir():
+        raise ConfigError(f"{workdir} cannot be a directory: {parent} is a file")
+    if not os.access(parent, os.W_OK):
+        raise ConfigError(f"{workdir} cannot be written: no permission in {parent}")
+    taken = [name for name in (CHECKPOINTS, METRICS, TENSORBOARD, PROFILE) if (workdir / name).exists()]
+    if taken:
+        raise ConfigError(
+            f"{workdir} holds {' and '.join(taken)} but no {CONFIG} that says what run they belong to: "
+            f"choose another --workdir, or put its {CONFIG} back"
+        )

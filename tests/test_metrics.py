@@ -1,0 +1,155 @@
+"""Metrics: lines of JSON that are there once, rates over the right time, a terminal that can be piped."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from sharded_train.metrics import PEAKS, MetricsWriter, Pace, ProgressTable, duration, peak_of
+
+VALUES = {"loss": 2.5, "grad_norm": 0.5, "learning_rate": 1e-3, "tokens_per_second": 1234.5, "mfu": 0.25}
+
+
+def lines_of(workdir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def write(workdir: Path, start_step: int, *steps: int, loss: float = 2.5, tensorboard: bool = False) -> None:
+    writer = MetricsWriter(workdir, start_step, tensorboard=tensorboard)
+    for step in steps:
+        writer.write(step, {**VALUES, "loss": loss})
+    writer.close()
+
+
+def test_a_line_holds_the_step_and_the_values(tmp_path: Path) -> None:
+    write(tmp_path, 0, 10)
+    assert lines_of(tmp_path) == [{"step": 10, **VALUES}]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, None])
+def test_what_is_not_finite_is_null_in_valid_json(tmp_path: Path, number: float | None) -> None:
+    writer = MetricsWriter(tmp_path, 0, tensorboard=True)
+    writer.write(1, {"loss": number})
+    writer.close()
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is no JSON")
+
+    assert json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse) == {"step": 1, "loss": None}
+
+
+def test_after_a_resume_each_step_stands_there_once(tmp_path: Path) -> None:
+    write(tmp_path, 0, 1, 2, 3, 4)
+    write(tmp_path, 2, 3, 4, 5, loss=9.0)
+    assert [(line["step"], line["loss"]) for line in lines_of(tmp_path)] == [(1, 2.5), (2, 2.5), (3, 9), (4, 9), (5, 9)]
+
+
+def test_a_line_cut_off_by_a_kill_goes(tmp_path: Path) -> None:
+    write(tmp_path, 0, 1, 2)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "los')
+    write(tmp_path, 2, 3)
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
+
+
+def test_a_resume_at_the_last_line_leaves_the_file_as_it_is(tmp_path: Path) -> None:
+    write(tmp_path, 0, 1, 2)
+    before = (tmp_path / "metrics.jsonl").stat()
+    write(tmp_path, 2)
+    after = (tmp_path / "metrics.jsonl").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_tensorboard_is_written_when_it_is_asked_for(tmp_path: Path) -> None:
+    write(tmp_path, 0, 1)
+    assert not (tmp_path / "tensorboard").exists()
+    write(tmp_path, 1, 2, tensorboard=True)
+    events = list((tmp_path / "tensorboard").iterdir())
+    assert len(events) == 1
+    assert b"learning_rate" in events[0].read_bytes()
+
+
+def test_pace_leaves_out_what_is_excluded() -> None:
+    pace = Pace()
+    assert pace.seconds_per_step(3) is None
+    with pace.excluded():
+        time.sleep(0.2)
+    time.sleep(0.1)
+    seconds = pace.seconds_per_step(5)
+    assert seconds is not None
+    assert 0.05 <= seconds < 0.1
+    time.sleep(0.1)
+    seconds = pace.seconds_per_step(6)
+    assert seconds is not None
+    assert 0.1 <= seconds < 0.2
+
+
+def printed(console: Console, rows: int) -> str:
+    table = ProgressTable(console, 1_000_000, 8)
+    for row in range(rows):
+        table.row(row, VALUES, 0.5)
+    table.note("[a note] with brackets")
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_lines_piped_into_a_file_are_plain_whole_and_aligned() -> None:
+    lines = printed(Console(file=io.StringIO(), width=40), 21).splitlines()
+    assert len(lines) == 2 + 21 + 1  # a header before rows 1 and 21
+    assert lines[0] == lines[21] == ProgressTable.HEADER
+    assert lines[-1] == "[a note] with brackets"
+    assert len({len(line) for line in lines[:-1]}) == 1
+    assert len(lines[0]) <= 80
+    assert all(character.isprintable() for line in lines for character in line)
+    assert lines[1].split() == ["0/1000000", "2.5000", "1,234", "154", "25.0%", "0.5000", "1.00e-03", "5d", "18:53:20"]
+
+
+def test_a_terminal_gets_colour() -> None:
+    assert "\x1b[" in printed(Console(file=io.StringIO(), force_terminal=True, color_system="standard"), 1)
+
+
+def test_a_row_without_a_rate_says_so() -> None:
+    console = Console(file=io.StringIO())
+    ProgressTable(console, 10, 1).row(1, {**VALUES, "tokens_per_second": None, "mfu": None}, None)
+    assert cast(io.StringIO, console.file).getvalue().splitlines()[1].split().count("-") == 4
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (0, 59.6, 3661, 90061)] == ["0:00:00", "0:01:00", "1:01:01", "1d 01:01:01"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+    ],
+)
+def test_the_peak_of_a_known_device(kind: str, peak: float) -> None:
+    device = cast(jax.Device, SimpleNamespace(device_kind=kind, platform="gpu"))
+    assert peak_of(device, jnp.dtype("bfloat16")).per_device == peak
+    assert sum(name in kind for name in PEAKS) >= 1
+
+
+def test_virtual_devices_share_the_measured_peak_of_the_cores() -> None:
+    peak = peak_of(jax.devices()[0], jnp.dtype("float32"))
+    assert 1e8 < peak.per_device * jax.local_device_count() < 1e14
+    assert "measured here with a float32 product" in peak.words
+    assert f"shared by {jax.local_device_count()} devices" in peak.words
