@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sharded_train import __version__, launch
-from sharded_train.config import repeated, split_arguments
+from sharded_train.config import repeated, split_arguments, to_dict
 from sharded_train.config_values import did_you_mean
 from sharded_train.errors import ConfigError
 
@@ -57,25 +56,15 @@ def _recipe(args: argparse.Namespace, overrides: list[str]) -> Recipe:
 
     Checked as far as it can be without devices; JAX is started only after that. The verbs check the rest.
     """
-    from sharded_train import recipe
+    from sharded_train import recipe, workdir
 
     if args.config is not None:
         asked = recipe.load(args.config, overrides)
     else:
-        asked = recipe.from_dict(_config_of_run(args.workdir), overrides)
+        asked = recipe.from_dict(to_dict(workdir.read_recipe(args.workdir)), overrides)
     recipe.check(asked, None)
     launch.start(args)
     return asked
-
-
-def _config_of_run(workdir: Path) -> dict[str, Any]:
-    path = workdir / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{workdir}: holds no run (it has no config.json); give --config=FILE.py")
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path}: damaged, it is not JSON any more ({error}); give --config=FILE.py") from error
 
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:

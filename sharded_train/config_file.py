@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from sharded_train.config_values import did_you_mean, shown
 from sharded_train.errors import ConfigError
 
-CHECKOUT = Path(__file__).resolve().parents[1]  # has `configs` when the project runs from its repository
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # is there when the project runs from its repository
 
 
 def run(path: Path | str) -> Mapping[str, Any] | ConfigDict:
@@ -73,10 +73,10 @@ def _execute(path: Path) -> types.ModuleType:
 def _importable(path: Path) -> Iterator[None]:
     """Lets the file import its neighbours, as `x` and as `FOLDER.x`, and this project's `configs.x`, from anywhere.
 
-    Modules of its folder are forgotten afterwards: another folder may have some of the same names.
+    Those modules are forgotten afterwards: another folder may have some of the same names.
     """
     saved_path, saved_modules = list(sys.path), set(sys.modules)
-    sys.path[:0] = [str(path.parent), str(path.parents[1]), str(CHECKOUT)]
+    sys.path[:0] = [str(path.parent), str(path.parents[1]), str(CONFIGS.parent)]
     importlib.invalidate_caches()
     try:
         yield
@@ -84,7 +84,7 @@ def _importable(path: Path) -> Iterator[None]:
         sys.path[:] = saved_path
         for name in set(sys.modules) - saved_modules:
             file = getattr(sys.modules[name], "__file__", None)
-            if name in (path.parent.name, "configs") or (file and Path(file).parent == path.parent):
+            if Path(file).parent in (path.parent, CONFIGS) if file else name in (path.parent.name, CONFIGS.name):
                 del sys.modules[name]
 
 

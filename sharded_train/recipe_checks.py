@@ -103,7 +103,7 @@ def indivisible(recipe: Recipe, sizes: Mapping[str, int], num_devices: int | Non
         ("train.sequence_length", train.sequence_length, "activations between blocks are split over tensor"),
     ):
         problems += _no_multiple(key, value, "mesh.tensor", tensor, why, also)
-    if not _kv_fits(model.kv_heads, tensor):
+    if model.num_kv_heads is not None and not _kv_fits(model.kv_heads, tensor):
         kv = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0 and _kv_fits(n, tensor)]
         problems.append(
             f"model.num_kv_heads = {model.kv_heads} and mesh.tensor = {tensor}: neither divides the other, so the "
@@ -162,24 +162,33 @@ def _positions(recipe: Recipe) -> list[str]:
                 "model.rope_scaling is set, but model.positions = learned has no rotary frequencies to "
                 "stretch; set positions = rope, or rope_scaling = none"
             )
-    elif model.num_heads >= 1 and model.dim_per_head % 2:
+    elif (head_dim := _head_dim(recipe)) % 2:
+        origin = "" if model.head_dim else " (d_model / num_heads)"
         problems.append(
-            f"model.head_dim = {model.dim_per_head}{'' if model.head_dim else ' (d_model / num_heads)'} is odd: rope "
-            f"turns pairs of numbers; nearest that work: {_or(nearest_multiples(model.dim_per_head, 2))}"
+            f"model.head_dim = {head_dim}{origin} is odd: rope turns pairs of numbers; nearest that work: "
+            f"model.head_dim = {_or(nearest_multiples(head_dim, 2))}"
         )
     return problems
+
+
+def _head_dim(recipe: Recipe) -> int:
+    """0 where it cannot be told."""
+    model = recipe.model
+    if model.head_dim is not None:
+        return max(model.head_dim, 0)
+    return 0 if model.num_heads < 1 or model.d_model % model.num_heads else model.dim_per_head
 
 
 def _steps(recipe: Recipe) -> list[str]:
     train, schedule, problems = recipe.train, recipe.schedule, []
     key = "train.num_steps" if schedule.decay_steps is None else "schedule.decay_steps"
     decay = train.num_steps if schedule.decay_steps is None else schedule.decay_steps
-    if schedule.warmup_steps > decay:
+    if schedule.warmup_steps > decay >= 1:
         problems.append(
             f"schedule.warmup_steps = {schedule.warmup_steps} > {key} = {decay}: the learning rate would "
             "never come to its peak"
         )
-    if train.stop_at is not None and not 1 <= train.stop_at <= train.num_steps:
+    if train.stop_at is not None and not 1 <= train.stop_at <= max(train.num_steps, 1):
         problems.append(f"train.stop_at = {train.stop_at}: must be from 1 to train.num_steps = {train.num_steps}")
     if recipe.log.profile_steps is not None:
         first, last = recipe.log.profile_steps
