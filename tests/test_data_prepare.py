@@ -332,6 +332,17 @@ def test_the_smallest_vocabulary_is_the_bytes(corpus_dir: Path, tmp_path: Path) 
     assert sorted(tokenizer.token_text) == [b"", *sorted(bytes([byte]) for byte in range(256))]
 
 
+def test_a_tokenizer_sees_a_sample_of_a_document_longer_than_everything(tmp_path: Path) -> None:
+    vocabularies = []
+    for name in ("early", "later"):
+        path = tmp_path / f"{name}.txt"
+        path.write_text("some words and words\n" * 50_000 + f"{name} " * 10_000)
+        documents = collect(DataConfig(files=(str(path),)), quiet).documents
+        vocabularies.append(trained_tokenizer(documents, 270, tmp_path / name, quiet).token_text)
+    assert b" words" in vocabularies[0]
+    assert vocabularies[0] == vocabularies[1]
+
+
 def test_baselines_by_hand(tmp_path: Path) -> None:
     for name, text in {"1": "ab", "2": "ab", "3": "abc"}.items():
         (tmp_path / f"{name}.txt").write_text(text)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +66,22 @@ class TextTokenizer:
 def trained_tokenizer(
     documents: Sequence[Document], vocab_size: int, cache_dir: Path, progress: Callable[[str], None]
 ) -> TextTokenizer:
-    """A byte-level BPE of at most `vocab_size` tokens, trained on the first of the documents, kept in `cache_dir`."""
+    """A byte-level BPE of at most `vocab_size` tokens, trained on the first part of the text, kept in `cache_dir`."""
     if vocab_size <= NUM_BYTES:
         raise ConfigError(
             f"model.vocab_size = {vocab_size} is too small for a byte-level tokenizer, which has at least "
             f"{NUM_BYTES} bytes + 1 end of text = {NUM_BYTES + 1} tokens"
         )
-    sample, num_bytes = _sample(documents, SAMPLE_BYTES_PER_TOKEN * vocab_size)
-    name = "\n".join([f"byte-level BPE {MAX_TOKEN_BYTES} {vocab_size}", *(document.sha256 for document in sample)])
+    wanted = SAMPLE_BYTES_PER_TOKEN * vocab_size
+    sizes = np.array([document.num_bytes for document in documents], np.int64)
+    sample = documents[: int(np.searchsorted(np.cumsum(sizes), wanted)) + 1]
+    name = f"byte-level BPE {MAX_TOKEN_BYTES} {vocab_size} {wanted} {[document.sha256 for document in sample]}"
     path = cache_dir / f"tokenizer-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
 
     def build(temporary: Path) -> None:
-        progress(f"data: training a tokenizer of {vocab_size} tokens on {num_bytes / 2**20:.1f} MiB of text")
+        progress(
+            f"data: training a tokenizer of {vocab_size} tokens on {min(wanted, sizes.sum()) / 1e6:.1f} MB of text"
+        )
         backend = tokenizers.Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
@@ -88,7 +92,7 @@ def trained_tokenizer(
             max_token_length=MAX_TOKEN_BYTES,
             show_progress=False,
         )
-        backend.train_from_iterator((piece for document in sample for piece in document.pieces()), trainer)
+        backend.train_from_iterator(_first(sample, wanted), trainer)
         temporary.write_text(backend.to_str(), encoding="utf-8")
 
     cached_file(path, build, progress)
@@ -139,14 +143,14 @@ def load_tokenizer(path: Path, vocab_size: int, progress: Callable[[str], None])
     return tokenizer
 
 
-def _sample(documents: Sequence[Document], wanted_bytes: int) -> tuple[list[Document], int]:
-    sample, num_bytes = [], 0
+def _first(documents: Sequence[Document], num_bytes: int) -> Iterator[str]:
+    """The text of documents up to a number of bytes, in pieces: one document may be larger than any sample."""
     for document in documents:
-        if num_bytes >= wanted_bytes:
-            break
-        sample.append(document)
-        num_bytes += document.num_bytes
-    return sample, num_bytes
+        for piece in document.pieces():
+            yield piece
+            num_bytes -= len(piece.encode())
+            if num_bytes <= 0:
+                return
 
 
 def _is_byte_level(settings: dict[str, Any]) -> bool:
