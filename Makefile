@@ -26,13 +26,17 @@ CANDIDATES = $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 python3.11
 SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 VERSION = import sys; print("%d.%d" % sys.version_info[:2])
 
-EXTRAS = cpu cuda12 cuda13 rehearse dev notebooks
-
 TRAIN = $(VENV)/bin/sharded-train train --config=configs/quickstart.py --workdir=runs/quickstart
 PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS)
 
 ifneq ($(words $(VENV)),1)
 $(error VENV is '$(VENV)'; it must be one path without spaces)
+endif
+ifeq ($(filter $(ACCELERATOR),cpu cuda12 cuda13),)
+$(error ACCELERATOR is '$(ACCELERATOR)'; it must be cpu, cuda12 or cuda13)
+endif
+ifeq ($(filter $(INSTALLER),uv pip),)
+$(error INSTALLER is '$(INSTALLER)'; it must be uv or pip)
 endif
 
 help:  ## this list
@@ -104,16 +108,17 @@ $(VENV)/.made:
 
 # .installed-cpu is the package alone, .installed-EXTRA the package with that extra.
 $(VENV)/.installed-%: $(VENV)/.made pyproject.toml constraints.txt | same-environment
-	$(if $(filter $*,$(EXTRAS)),,$(error nothing to install for '$*'; there are: $(EXTRAS)))
 	@echo 'Installing sharded-train for $* and the packages it needs, as pinned in constraints.txt, with $(INSTALLER):'
-	@echo '$(if $(filter cuda%,$*),3 to 5 GB to download the first time: several minutes.,about 250 MB to download the first time: one to three minutes.)'
+	@echo '$(if $(filter cuda%,$*),3 to 5 GB to download the first time: several minutes.,about 200 MB to download the first time: one to three minutes.)'
 	@SECONDS=0; set -o pipefail; what='.$(if $(filter cpu,$*),,[$*])'; \
+	progress='s/^ *((Downloading|Using cached) .*[0-9] MB\).*)/  \1/p; s/^Installing collected.*/  Installing them/p'; \
 	if [ $(INSTALLER) = uv ]; then \
 		uv pip install --python $(VENV)/bin/python --compile-bytecode --constraint constraints.txt --editable "$$what"; \
 	else \
 		$(VENV)/bin/python -m pip install --progress-bar off --disable-pip-version-check --constraint constraints.txt \
-			--editable "$$what" | sed -u -n -E 's/^ *((Downloading|Using cached) .*[0-9] MB\).*)/  \1/p; /^Installing coll/s/.*/  Installing them/p'; \
-	fi || { echo 'make: installing failed; the reason stands above. Nothing else was changed: run the same command again.' >&2; exit 1; }; \
+			--editable "$$what" 2>&1 | tee $(VENV)/install.log | sed -u -n -E "$$progress" \
+			|| { tail -n 20 $(VENV)/install.log >&2; false; }; \
+	fi || { echo 'make: installing failed, for the reason above; when it is mended, run the same command again.' >&2; exit 1; }; \
 	echo "Installed in $$SECONDS s."
 	@touch $@
 
