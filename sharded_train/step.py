@@ -131,7 +131,10 @@ class Program:
             return TrainState(jnp.int32(0), weights, self._transformation.init(weights))
 
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        return jax.jit(make, out_shardings=shardings)(jax.random.key(seed))
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        # Run once: LLVM's optimiser would take five times as long over the random numbers as it could save.
+        options = {"xla_backend_optimization_level": 0} if on_cpu else None
+        return jax.jit(make, out_shardings=shardings, compiler_options=options)(jax.random.key(seed))
 
     @functools.cached_property
     def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:

@@ -1,0 +1,131 @@
+"""Every mesh is the same run: the loss and every gradient leaf of any layout against one device's.
+
+A `Layout` is a mesh with all that may be chosen on it; `measure` runs one step's loss and gradients on a hard batch,
+`errors` compares two measurements by the contract of docs/architecture.md. A new axis or option joins with a field here
+and a line in tests/test_equivalence.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+
+import jax
+import numpy as np
+
+from sharded_train.mesh import MeshConfig, build_mesh
+from sharded_train.models.decoder import DecoderConfig
+from sharded_train.models.stack import Remat
+from sharded_train.optimizer import SGD, ScheduleConfig
+from sharded_train.params import named_leaves
+from sharded_train.precision import PrecisionConfig
+from sharded_train.sharding import ZeroConfig
+from sharded_train.step import Batch, Program, TrainConfig, build_program
+
+TOLERANCE = 1e-5  # of a leaf's norm
+
+ROWS, SEQ = 8, 16
+SMALL = DecoderConfig(vocab_size=96, d_model=32, num_layers=3, num_heads=4, d_ff=64)
+MODELS = {
+    "llama": SMALL,
+    "llama_gqa": dataclasses.replace(SMALL, num_kv_heads=2, tied_embedding=True, head_dim=16),
+    "gpt2": dataclasses.replace(
+        SMALL, norm="layernorm", activation="gelu", positions="learned", max_positions=SEQ, bias=True,
+        tied_embedding=True, dropout=0.25, vocab_size=97,
+    ),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How one step is laid out; the defaults are one device with everything at once."""
+
+    data: int = 1
+    tensor: int = 1
+    zero: int = 0
+    num_microbatches: int = 1
+    remat: Remat = "none"
+
+    @property
+    def num_devices(self) -> int:
+        return self.data * self.tensor
+
+    def __str__(self) -> str:
+        return f"data{self.data}-tensor{self.tensor}-zero{self.zero}-micro{self.num_microbatches}-{self.remat}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One step's loss (mean nats per token), global gradient norm and gradients by leaf name."""
+
+    loss: float
+    grad_norm: float
+    grads: dict[str, np.ndarray]
+
+
+def program(model: DecoderConfig, layout: Layout, *, recipe: str = "fp32", **train: object) -> Program:
+    """A program whose optimizer is SGD with learning rate 1: Adam hides a gradient that is k times too large."""
+    config = MeshConfig(data=layout.data, tensor=layout.tensor)
+    steps = TrainConfig(
+        global_batch_size=ROWS, sequence_length=SEQ, clip_norm=None, remat=layout.remat,
+        num_microbatches=layout.num_microbatches, **train,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return build_program(
+        model, build_mesh(config, jax.devices()[: layout.num_devices]), zero=ZeroConfig(layout.zero),  # type: ignore[arg-type]
+        precision=PrecisionConfig(recipe), optimizer=SGD(), schedule=ScheduleConfig(1.0, final_fraction=1.0), train=steps,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def hard_batch(model: DecoderConfig, seed: int = 0) -> Batch:
+    """Random tokens in rows of several documents; targets missing here and there, in one row altogether."""
+    rng = np.random.default_rng(seed)
+    tokens, targets = rng.integers(0, model.vocab_size, (2, ROWS, SEQ))
+    targets[rng.random((ROWS, SEQ)) < np.linspace(0.1, 0.8, ROWS)[:, None]] = -1  # uneven between ranks
+    targets[2] = -1
+    segments = np.sort(rng.integers(1, 4, (ROWS, SEQ)), axis=1)
+    segments[5, -4:], targets[5, -4:] = 0, -1  # padding
+    starts = [[np.argmax(row == s) for s in row] for row in segments]
+    positions = np.arange(SEQ) - np.array(starts)
+    return Batch(*(a.astype(np.int32) for a in (tokens, targets, segments, positions)))
+
+
+def weights(program: Program) -> dict:
+    """Weights without the symmetry of fresh ones (gains of 1, biases of 0), a function of each leaf's name."""
+    named = dict(named_leaves(program.specs))
+
+    def draw(name: str) -> np.ndarray:
+        spec = named[name]
+        noise = np.random.default_rng(zlib.crc32(name.encode())).normal(0, 0.03, spec.shape).astype(np.float32)
+        return noise + np.float32(name.endswith("gain"))
+
+    drawn = iter([draw(name) for name in named])
+    return jax.tree.map(lambda x: jax.device_put(next(drawn), x.sharding), program.abstract_state.params)
+
+
+def measure(program: Program, seed: int = 0) -> Measurement:
+    """Loss and gradients of the hard batch, gradients read back whole."""
+    batch = jax.device_put(hard_batch(program.model, seed), program.batch_sharding)
+    loss, grads, norm = jax.jit(program.loss_and_grads)(weights(program), batch, jax.random.key(seed))
+    leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(grads, None)}
+    return Measurement(float(loss.nll / loss.num_tokens), float(norm), leaves)
+
+
+def errors(got: Measurement, want: Measurement) -> dict[str, float]:
+    """Per leaf the norm of the difference over max(its norm, 1e-3 x global norm x sqrt(its size / all)).
+
+    The floor is there for leaves whose gradient is zero in exact arithmetic, such as GPT-2's key bias. Also "loss" and
+    "grad_norm", relative.
+    """
+    assert got.grads.keys() == want.grads.keys()
+    total = sum(g.size for g in want.grads.values())
+    found = {
+        "loss": abs(got.loss - want.loss) / abs(want.loss),
+        "grad_norm": abs(got.grad_norm - want.grad_norm) / want.grad_norm,
+    }
+    for name, leaf in want.grads.items():
+        floor = 1e-3 * want.grad_norm * math.sqrt(leaf.size / total)
+        found[name] = float(np.linalg.norm(got.grads[name] - leaf) / max(np.linalg.norm(leaf), floor))
+    return found
+
+

@@ -1,0 +1,42 @@
+"""Every mesh is the same run: any layout's loss and gradients against one device's, and that one's against an oracle."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from sharded_train import equivalence
+from sharded_train.equivalence import MODELS, TOLERANCE, Layout, Measurement, measure, program
+
+
+@functools.cache
+def one_device(model: str) -> Measurement:
+    return measure(program(MODELS[model], Layout()))
+
+
+CASES = [
+    # ZeRO stages on data x tensor, with everything else varied along
+    ("llama", Layout(data=4, tensor=2, zero=0)),
+    ("llama", Layout(data=4, tensor=2, zero=1, num_microbatches=2)),
+    ("llama", Layout(data=4, tensor=2, zero=2, num_microbatches=2, remat="selective")),
+    ("llama", Layout(data=4, tensor=2, zero=3, num_microbatches=2, remat="full")),
+    ("llama", Layout(data=8, zero=3)),
+    ("llama", Layout(tensor=4, remat="selective")),
+    ("llama", Layout(num_microbatches=8, remat="full")),
+    ("llama_gqa", Layout(data=2, tensor=4, zero=3, num_microbatches=4)),
+    ("llama_gqa", Layout(data=2, tensor=2, zero=2, num_microbatches=2)),
+    ("llama_gqa", Layout(data=4, zero=1)),
+    ("llama_gqa", Layout(data=2, tensor=4, zero=1, remat="full")),
+    ("gpt2", Layout(data=4, tensor=2, zero=3, remat="selective")),
+    ("gpt2", Layout(data=2, tensor=4, zero=1, num_microbatches=4)),
+    ("gpt2", Layout(data=2, tensor=2, zero=0, num_microbatches=2, remat="full")),
+    ("gpt2", Layout(data=8, zero=2)),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES, ids=lambda x: str(x))
+def test_gradients_equal_one_device(model: str, layout: Layout) -> None:
+    errors = equivalence.errors(measure(program(MODELS[model], layout)), one_device(model))
+    print(max(errors.items(), key=lambda e: e[1]))
+    assert max(errors.values()) <= TOLERANCE, {name: e for name, e in errors.items() if e > TOLERANCE}
