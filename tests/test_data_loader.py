@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharded_train.data.loader import Loader, LocalBatches, local_rows, num_train_steps, validation_batches
+from sharded_train.data.loader import Loader, LocalBatches, device_part, local_rows, num_train_steps, validation_batches
 from sharded_train.data.order import train_sample
 from sharded_train.data.rows import KEYS, Row, Rows
 
@@ -171,6 +171,9 @@ def test_processes_read_only_their_rows_and_together_the_same_batch(
         for key in KEYS:
             np.testing.assert_array_equal(local[key], expected[key][places])
         assert len(counting.read) == len(places) == len(set(counting.read))
+        for index in sharding.addressable_devices_indices_map(BATCH).values():
+            part = device_part(local["tokens"], places, index, BATCH)
+            np.testing.assert_array_equal(part, expected["tokens"][index])
         held = {
             place
             for rows_of, _ in sharding.addressable_devices_indices_map(BATCH).values()

@@ -282,6 +282,7 @@ def test_given_tokenizer_is_used_as_it_is_but_for_what_would_lose_text(tmp_path:
     text = "one <|endoftext|> and <tool> tw\u00f6 <|begin|>\r\n\t"
     tokens = tokenizer.encode(text)
     assert not {0, 1} & set(tokens)
+    assert len(tokenizer.encode("o")) == 1
     assert tokenizer.decode([0, *tokens, 1, 299]) == text
     assert tokenizer.token_bytes[tokens].sum() == len(text.encode())
     assert tokenizer.token_bytes[[0, 1]].tolist() == [0, 0]

@@ -32,6 +32,15 @@ def local_rows(sharding: jax.sharding.Sharding, batch_shape: tuple[int, int]) ->
     return np.flatnonzero(held)
 
 
+def device_part(
+    local: npt.NDArray[np.int32], places: IntArray, index: tuple[slice, ...], batch_shape: tuple[int, int]
+) -> npt.NDArray[np.int32]:
+    """What a device holds of a global batch, cut from `local`: its process's rows, which are those of these `places`."""
+    first, end, _ = index[0].indices(batch_shape[0])
+    start = int(np.searchsorted(places, first))
+    return local[start : start + end - first, index[1]]
+
+
 @dataclasses.dataclass(frozen=True)
 class LocalBatches:
     """A data source for Grain: item i is what this process holds of the batch of step `steps[i]`, int32 [rows, length].
@@ -91,9 +100,7 @@ class Batches(Iterator[dict[str, jax.Array]]):
     def _global_array(self, local: npt.NDArray[np.int32]) -> jax.Array:
         def shard(index: tuple[slice, ...] | None) -> npt.NDArray[np.int32]:
             assert index is not None
-            first, end, _ = index[0].indices(self._batch_shape[0])
-            start = int(np.searchsorted(self._places, first))
-            return local[start : start + end - first, index[1]]
+            return device_part(local, self._places, index, self._batch_shape)
 
         return jax.make_array_from_callback(self._batch_shape, self._sharding, shard)
 
