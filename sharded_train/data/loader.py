@@ -35,7 +35,7 @@ def local_rows(sharding: jax.sharding.Sharding, batch_shape: tuple[int, int]) ->
 def device_part(
     local: npt.NDArray[np.int32], places: IntArray, index: tuple[slice, ...], batch_shape: tuple[int, int]
 ) -> npt.NDArray[np.int32]:
-    """What a device holds of a global batch, cut from `local`: its process's rows, which are those of these `places`."""
+    """What a device holds of a global batch, cut from `local`: its process's rows, those of `places`."""
     first, end, _ = index[0].indices(batch_shape[0])
     start = int(np.searchsorted(places, first))
     return local[start : start + end - first, index[1]]
