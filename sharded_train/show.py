@@ -1,0 +1,164 @@
+"""`show`: what a recipe means before it runs, on the devices here or on a cluster that is not there.
+
+Nothing is compiled and no array is made: bytes follow from specs and axis sizes. State is what stays between steps.
+What is listed for the step comes on top of it; activations and the compiler's own buffers come on top of both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from json import dumps
+from typing import Any, cast
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from sharded_train import params
+from sharded_train.flops import CONVENTION, flops_of_step
+from sharded_train.mesh import hosts_of, layout, links, stand_ins
+from sharded_train.mesh_picture import draw_mesh
+from sharded_train.optimizer import transformation
+from sharded_train.recipe import Recipe, check, warnings_of
+from sharded_train.sharding import Placement, is_placement
+from sharded_train.show_tables import print_facts
+from sharded_train.step import Program, build_program
+
+FP32 = 4  # bytes
+
+
+def show(recipe: Recipe, *, cluster: str | None = None, json: bool = False) -> int:
+    """Print the facts of a recipe as tables or as JSON; `cluster` is "HOSTSxDEVICES", None the devices here."""
+    devices = jax.devices() if cluster is None else stand_ins(cluster)
+    facts = describe(recipe, devices)
+    if json:
+        print(dumps(facts, indent=2))
+    else:
+        print_facts(facts, draw_mesh(layout(recipe.mesh, devices), recipe.mesh.order))
+    return 0
+
+
+def describe(recipe: Recipe, devices: Sequence[Any]) -> dict[str, Any]:
+    """The facts of a recipe in values that JSON can hold. All bytes are those of one device; all devices are alike.
+
+    Raises ConfigError with everything that is wrong with the recipe on these devices.
+    """
+    check(recipe, len(devices))
+    array, names = layout(recipe.mesh, devices), recipe.mesh.order
+    mesh = cast(Mesh, AbstractMesh(array.shape, names))  # the program is asked for shapes only
+    program = build_program(
+        recipe.model,
+        mesh,
+        zero=recipe.zero,
+        precision=recipe.precision,
+        optimizer=recipe.optimizer,
+        schedule=recipe.schedule,
+        train=recipe.train,
+    )
+    parameters = _parameters(program)
+    totals = {kind: sum(p["bytes"][kind] for p in parameters) for kind in parameters[0]["bytes"]}
+    state = {kind: totals[kind] for kind in ("master_weights", "moments")}
+    held = sum(bytes_held(leaf) for leaf in jax.tree.leaves(program.abstract_state))
+    flops = flops_of_step(program.specs, recipe.train.global_batch_size, recipe.train.sequence_length)
+    return {
+        "mesh": _mesh(array, names),
+        "zero_stage": recipe.zero.stage,
+        "compute_dtype": recipe.precision.compute_dtype.name,
+        "num_microbatches": recipe.train.num_microbatches,
+        "num_parameters": params.count(program.specs),
+        "num_layers": recipe.model.num_layers,
+        "parameters": parameters,
+        "state_bytes": {**state, "counters": held - sum(state.values())},
+        "state_bytes_total": held,
+        "step_bytes": {kind: n for kind, n in totals.items() if kind not in state},
+        "tokens_per_step": flops.num_tokens,
+        "flops_per_step": {**flops.by_kind},
+        "flops_per_step_total": flops.total,
+        "flops_per_token": flops.per_token,
+        "flops_convention": CONVENTION,
+        "warnings": warnings_of(recipe, len(devices)),
+    }
+
+
+def bytes_held(leaf: Any) -> int:
+    """Bytes that each device holds of an array, or of the shape of one, with a sharding."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def _mesh(array: Any, names: Sequence[str]) -> dict[str, Any]:
+    inside = "NVLink" if array.flat[0].platform == "gpu" else "shared memory"
+    return {
+        "sizes": dict(zip(names, array.shape, strict=True)),
+        "num_devices": array.size,
+        "num_hosts": len(set(hosts_of(array).flat)),
+        "links": {
+            axis: {"kind": link.kind, "hosts": link.hosts, "per_host": link.per_host, "words": link.words(inside)}
+            for axis, link in links(array, names).items()
+        },
+    }
+
+
+def _parameters(program: Program) -> list[dict[str, Any]]:
+    """One entry for each parameter, those of all layers being one."""
+    moments = _moments(program)
+    return [
+        {
+            "name": name,
+            "shape": list(placement.spec.shape),
+            "axes": list(placement.spec.axes),
+            "stored": _dims(placement.stored, len(placement.spec.shape)),
+            "gathered": _dims(placement.gathered, len(placement.spec.shape)),
+            "bytes": {**_bytes(placement, program), "moments": moments[name]},
+            "left_whole": list(placement.reasons),
+        }
+        for name, placement in params.named_leaves(program.plan.placements, is_placement)
+    ]
+
+
+def _bytes(placement: Placement, program: Program) -> dict[str, int]:
+    """Bytes of one parameter on a device: its master, and what the step makes of it.
+
+    Under ZeRO-3 the weights of one layer at a time are gathered, and have a gradient, beside those outside the layers.
+    Gradients are summed whole under ZeRO 0 and 1 when there are several microbatches, else in their shards.
+    """
+    stage, compute = program.plan.zero.stage, program.precision.compute_dtype.itemsize
+    stored = _local_size(placement, placement.stored, program)
+    gathered = _local_size(placement, placement.gathered, program)
+    at_once = gathered // placement.spec.shape[0] if stage == 3 and placement.spec.stacked else gathered
+    is_master = placement.zero_dim is None and compute == FP32  # used as it is stored, without a copy
+    whole_sums = stage <= 1 and program.train.num_microbatches > 1
+    return {
+        "master_weights": FP32 * stored,
+        "gathered_weights": 0 if is_master else compute * at_once,
+        "weight_gradients": compute * at_once,
+        "gradient_sums": FP32 * (gathered if whole_sums else stored),
+    }
+
+
+def _local_size(placement: Placement, spec: PartitionSpec, program: Program) -> int:
+    """Number of entries on a device under `spec`."""
+    axes = [axis for dim in _dims(spec, len(placement.spec.shape)) for axis in dim]
+    return placement.spec.size // math.prod(program.plan.sizes[axis] for axis in axes)
+
+
+def _dims(spec: PartitionSpec, rank: int) -> list[list[str]]:
+    """Per dim the mesh axes that split it."""
+    dims = [[dim] if isinstance(dim, str) else list(dim or ()) for dim in spec]
+    return dims + [[]] * (rank - len(dims))
+
+
+def _moments(program: Program) -> Counter[str]:
+    """Bytes on a device of all the optimizer's arrays that belong to a parameter, by its name."""
+    names = jax.tree_util.tree_map_with_path(
+        lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), program.specs, is_leaf=params.is_spec
+    )
+    held: Counter[str] = Counter()
+
+    def note(leaf: Any, name: str) -> None:
+        held[name] += bytes_held(leaf)
+
+    rule = transformation(program.optimizer, program.specs)
+    optax.tree_map_params(rule, note, program.abstract_state.opt_state, names)
+    return held

@@ -1,0 +1,143 @@
+"""The facts that `show` finds, as tables in text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+WIDTH = 100  # of what is piped into a file
+KINDS = {
+    "master_weights": "master weights, fp32",
+    "moments": "optimizer moments",
+    "counters": "counters",
+    "gathered_weights": "weights to multiply with, {dtype}{layerwise}",
+    "weight_gradients": "their gradients, {dtype}{layerwise}",
+    "gradient_sums": "gradient sums, fp32",
+}
+
+
+def print_facts(facts: Mapping[str, Any], picture: str, console: Console | None = None) -> None:
+    """Print what `show.describe` returns, below a picture of the mesh."""
+    console = console or Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+
+    def put(title: str, *things: Any) -> None:
+        console.print(Text(title, style="bold"))
+        for thing in things:
+            console.print(Text(thing) if isinstance(thing, str) else thing)
+        console.print()
+
+    put("Mesh", picture, "", _links(facts["mesh"]))
+    put("Parameters", _parameters(facts))
+    put("Bytes on each device", _memory(facts), "Activations and the compiler's buffers come on top.")
+    put("Left whole", _left_whole(facts))
+    put("Work", _work(facts), facts["flops_convention"])
+    if facts["warnings"]:
+        put("Warnings", *facts["warnings"])
+
+
+def bytes_in_words(n: int) -> str:
+    """1536 -> "1.50 KiB"."""
+    return _scaled(n, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def flops_in_words(n: float) -> str:
+    """3.96e11 -> "396 GFLOP"."""
+    return _scaled(n, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+
+
+def _scaled(n: float, base: int, units: Sequence[str]) -> str:
+    for unit in units:
+        if n < 0.9995 * base or unit == units[-1]:
+            return f"{n:,.0f} {unit}" if unit == units[0] or n >= 99.95 else f"{n:#.3g} {unit}"
+        n /= base
+    raise AssertionError(units)
+
+
+def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def _links(mesh: Mapping[str, Any]) -> Table:
+    table = _table("axis", "size", "rides on", right=["size"])
+    for axis, size in mesh["sizes"].items():
+        table.add_row(axis, f"{size:,}", mesh["links"][axis]["words"])
+    return table
+
+
+def _parameters(facts: Mapping[str, Any]) -> Table:
+    """Parameters outside the layers, then those of one layer, whose state is that of all layers."""
+    table = _table("parameter", "shape", "logical axes", "stored", "gathered", "state", right=["state"])
+
+    def row(p: Mapping[str, Any], name: str, first: int) -> None:
+        shape = "×".join(map(str, p["shape"][first:]))
+        axes = " ".join(p["axes"][first:])
+        table.add_row(name, shape, axes, _spec(p["stored"][first:]), _spec(p["gathered"][first:]), _state(p))
+
+    in_layers = [p for p in facts["parameters"] if p["axes"][0] == "layers"]
+    for p in facts["parameters"]:
+        if p not in in_layers:
+            row(p, p["name"], 0)
+    table.add_section()
+    table.add_row("layers/", f"{facts['num_layers']} ×", *[""] * 4)
+    for p in in_layers:
+        row(p, "  " + p["name"].removeprefix("layers/"), 1)
+    return table
+
+
+def _state(p: Mapping[str, Any]) -> str:
+    return bytes_in_words(p["bytes"]["master_weights"] + p["bytes"]["moments"])
+
+
+def _spec(dims: Sequence[Sequence[str]]) -> str:
+    return " ".join("+".join(dim) or "·" for dim in dims)
+
+
+def _memory(facts: Mapping[str, Any]) -> Table:
+    table = _table("kind", "bytes", "", right=["bytes", ""])
+    layerwise = ", one layer at a time" if facts["zero_stage"] == 3 else ""
+
+    def rows(kinds: Mapping[str, int]) -> None:
+        for kind, n in kinds.items():
+            words = KINDS[kind].format(dtype=facts["compute_dtype"], layerwise=layerwise)
+            table.add_row(words, f"{n:,}", bytes_in_words(n))
+
+    rows(facts["state_bytes"])
+    total = facts["state_bytes_total"]
+    table.add_row("state, held between steps", f"{total:,}", bytes_in_words(total), style="bold", end_section=True)
+    rows(facts["step_bytes"])
+    total += sum(facts["step_bytes"].values())
+    table.add_row("state and step", f"{total:,}", bytes_in_words(total), style="bold")
+    return table
+
+
+def _left_whole(facts: Mapping[str, Any]) -> Table | str:
+    whole = [p for p in facts["parameters"] if p["left_whole"]]
+    if not whole:
+        if facts["zero_stage"] == 0:
+            return "Nothing over tensor; ZeRO 0 keeps every parameter whole over data."
+        return "Nothing: every parameter is split over every axis that splits its kind."
+    table = _table("parameter", "state", "why", right=["state"])
+    for p in whole:
+        table.add_row(p["name"], _state(p), "; ".join(p["left_whole"]))
+    return table
+
+
+def _work(facts: Mapping[str, Any]) -> Table:
+    table = _table("", "amount", right=["amount"])
+    table.add_row("parameters", f"{facts['num_parameters']:,}")
+    table.add_row("tokens a step", f"{facts['tokens_per_step']:,}", end_section=True)
+    for kind, flops in facts["flops_per_step"].items():
+        table.add_row(kind, flops_in_words(flops))
+    table.add_section()
+    table.add_row("a step", flops_in_words(facts["flops_per_step_total"]), style="bold")
+    table.add_row("a token", flops_in_words(facts["flops_per_token"]))
+    return table
