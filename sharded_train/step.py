@@ -148,7 +148,7 @@ class Program:
         """(params, batch, bytes per token id) -> the loss, and the bytes that the predicted tokens stand for."""
 
         def local(shards: Tree, batch: Batch, token_bytes: jax.Array) -> tuple[Loss, jax.Array]:
-            weights = self._weights(shards)
+            weights = self.weights(shards)
             _, nll = self._sums(weights, batch, self._token_numbers(batch), None)
             bytes_ = jnp.where(batch.targets >= 0, token_bytes[batch.targets], 0).sum()
             return Loss(_over_rows(nll), _num_targets(batch)), _over_rows(bytes_)
@@ -190,7 +190,7 @@ class Program:
         """Gradients are summed over microbatches in fp32: locally under ZeRO 0 and 1, in their shards under 2 and 3."""
         stage, names = self.plan.zero.stage, self.plan.placements
         num_tokens = _num_targets(batch)
-        weights = self._weights(shards)
+        weights = self.weights(shards)
         settle = lambda grads: self.plan.settle(grads, shards, names)
 
         def of(microbatch: Batch, numbers: jax.Array) -> tuple[jax.Array, Tree]:
@@ -223,13 +223,13 @@ class Program:
         zero = compat.vary(jnp.float32(0), compat.varying_axes(rows[0].tokens))
         return lax.scan(add, (zero, zeros), microbatches)[0]
 
-    def _weights(self, shards: Tree) -> Tree:
+    def weights(self, shards: Tree) -> Tree:
         """What the loss is differentiated by: weights gathered once, or under ZeRO-3 the shards themselves."""
         if self.plan.zero.stage == 3:
             return shards
         return self.plan.gather(shards, self.plan.placements, self.precision.compute_dtype)
 
-    def _fetch(self, shards: Tree, names: Tree) -> Tree:
+    def fetch(self, shards: Tree, names: Tree) -> Tree:
         """Weights where they are used: gathered here under ZeRO-3, before that long ago."""
         if self.plan.zero.stage < 3:
             return shards
@@ -240,13 +240,13 @@ class Program:
     ) -> tuple[jax.Array, jax.Array]:
         """Sums over this device's rows of the objective and of the negative log-likelihood."""
         model, names, tp = self.model, self.plan.placements, TensorParallel()
-        outer = {name: self._fetch(weights[name], names[name]) for name in weights if name != "layers"}
+        outer = {name: self.fetch(weights[name], names[name]) for name in weights if name != "layers"}
         ctx = decoder.context(model, batch.positions, batch.segments, numbers, key)
         block = rematerialized(functools.partial(decoder.block, model, self.implementation), self.train.remat)
         with jax.named_scope("embed"):
             x = decoder.embed(model, outer, batch.tokens, batch.positions, ctx, tp)
         with jax.named_scope("layers"):
-            x = layer_stack(block, lambda w: self._fetch(w, names["layers"]), x, weights["layers"], ctx)
+            x = layer_stack(block, lambda w: self.fetch(w, names["layers"]), x, weights["layers"], ctx)
         with jax.named_scope("head"):
             x = decoder.final(model, x, outer, tp).reshape(-1, model.d_model)
             smoothing, z_loss = (self.train.label_smoothing, self.train.z_loss) if key is not None else (0.0, 0.0)

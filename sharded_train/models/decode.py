@@ -1,0 +1,79 @@
+"""The decoder with a cache of keys and values: a whole prompt, or one token, further at a time.
+
+Activations are whole on every device of `tensor` between the blocks (a single token cannot be split along the
+sequence); heads, MLP and vocabulary are split as in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharded_train import compat
+from sharded_train.collectives import TensorParallel, all_gather, axis_size
+from sharded_train.models import decoder
+from sharded_train.models.decoder import DecoderConfig
+from sharded_train.ops.attention import attention
+from sharded_train.ops.linear import product
+from sharded_train.params import Tree
+
+WHOLE = TensorParallel(sequence_parallel=False)
+
+
+class Cache(flax.struct.PyTreeNode):
+    """Keys and values of this device's heads, each `[layers, batch, places, kv_heads, head_dim]`."""
+
+    k: jax.Array
+    v: jax.Array
+
+
+def empty_cache(config: DecoderConfig, batch: int, places: int, dtype: jnp.dtype) -> Cache:
+    """A cache for rows of at most `places` tokens."""
+    kv_heads = max(1, config.kv_heads // axis_size("tensor"))
+    nothing = jnp.zeros((config.num_layers, batch, places, kv_heads, config.dim_per_head), dtype)
+    return Cache(nothing, nothing)
+
+
+def advance(
+    config: DecoderConfig,
+    outer: Tree,
+    layers: Tree,
+    fetch: Callable[[Tree], Tree],
+    tokens: jax.Array,
+    cache: Cache,
+    start: jax.Array | int,
+) -> tuple[jax.Array, Cache]:
+    """Read `tokens [batch, new]` that follow the `start` tokens in the cache.
+
+    Args:
+      outer: gathered weights outside of the layers.
+      layers: stacked weights of the layers; `fetch` makes one layer's slice ready to multiply with.
+
+    Returns:
+      fp32 logits of the token after the last, `[batch, vocab]` (the same on every device of `tensor`), and the cache.
+    """
+    positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
+    visible = jnp.arange(cache.k.shape[2]) <= positions[..., None]
+    ctx = decoder.Context(decoder.rotary(config, positions), None, positions, None)
+    axes = compat.varying_axes(cache.k)
+    x = compat.vary(decoder.embed(config, outer, tokens, positions, ctx, WHOLE), axes)
+
+    def layer(x: jax.Array, inputs: tuple[Tree, Cache]) -> tuple[jax.Array, Cache]:
+        shards, old = inputs
+        weights = fetch(shards)
+        w = weights["attention"]
+        q, k, v = decoder.projections(config, decoder.norm(config, x, w["norm"]), w, ctx.rope)
+        put = lambda places, new: lax.dynamic_update_slice_in_dim(places, new.astype(places.dtype), start, 1)
+        now = Cache(put(old.k, k), put(old.v, v))
+        x = x + decoder.attention_out(attention(q, now.k, now.v, visible, "xla"), w, WHOLE)
+        w = weights["mlp"]
+        return x + decoder.mlp(config, decoder.norm(config, x, w["norm"]), w, WHOLE), now
+
+    x, cache = lax.scan(layer, x, (layers, cache))
+    last = decoder.final(config, x[:, -1:], outer, WHOLE)[:, 0]
+    logits = product(last, decoder.head(config, outer), transposed=True, out_dtype=jnp.float32)
+    return all_gather(logits, "tensor", 1)[:, : config.vocab_size], cache

@@ -1,0 +1,74 @@
+"""The cache changes nothing, and samples are the same on every mesh."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from sharded_train import equivalence
+from sharded_train.collectives import TensorParallel
+from sharded_train.equivalence import MODELS, Layout, program
+from sharded_train.generate import Sampling, sample_tokens
+from sharded_train.models import decoder
+from sharded_train.models.stack import layer_stack
+from sharded_train.ops.linear import product
+from sharded_train.step import Program
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def strong_weights(p: Program) -> dict:
+    """Weights whose layers outweigh the residual stream: with weak ones a tied model repeats its last token."""
+    weights = equivalence.weights(p)
+    return {**weights, "layers": jax.tree.map(lambda w: 12 * w, weights["layers"])}
+
+
+def next_logits(model: str, tokens: np.ndarray) -> np.ndarray:
+    """Logits after each of `tokens [batch, seq]` by the training pass on one device."""
+    p = program(MODELS[model], Layout())
+    weights = strong_weights(p)
+
+    def forward(weights: dict, tokens: jax.Array) -> jax.Array:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        ctx = decoder.context(p.model, positions, jnp.ones_like(tokens), positions, None)
+        tp = TensorParallel()
+        x = decoder.embed(p.model, weights, tokens, positions, ctx, tp)
+        block = lambda x, w, c, i: decoder.block(p.model, "xla", x, w, c, i)
+        x = layer_stack(block, lambda w: w, x, weights["layers"], ctx)
+        x = decoder.final(p.model, x, weights, tp)
+        rows = product(x.reshape(-1, x.shape[-1]), decoder.head(p.model, weights), transposed=True)
+        return rows.reshape(*tokens.shape, -1)
+
+    run = jax.shard_map(forward, mesh=p.mesh, in_specs=(p.plan.stored, P()), out_specs=P())
+    return np.asarray(jax.jit(run)(weights, tokens))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_greedy_tokens_are_those_of_the_whole_pass(model: str) -> None:
+    p = program(MODELS[model], Layout())
+    sampling = Sampling(max_tokens=8, temperature=0)
+    tokens = sample_tokens(p, strong_weights(p), PROMPT, sampling, 1, limit=p.model.vocab_size)
+    whole = np.array([PROMPT + tokens[0].tolist()], np.int32)
+    expected = next_logits(model, whole)[0, len(PROMPT) - 1 : -1].argmax(-1)
+    assert tokens[0].tolist() == expected.tolist()
+    assert len(set(tokens[0].tolist())) > 2  # else the cache could have been ignored
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("llama", Layout(data=4, tensor=2, zero=3)), ("llama_gqa", Layout(data=2, tensor=4, zero=1)), ("gpt2", Layout(tensor=2))],
+    ids=str,
+)  # fmt: skip
+def test_samples_are_the_same_on_every_mesh(model: str, layout: Layout) -> None:
+    def sample(layout: Layout) -> list:
+        p = program(MODELS[model], layout)
+        sampling = Sampling(max_tokens=6, temperature=0.7, top_k=20, seed=1)
+        return sample_tokens(p, equivalence.weights(p), PROMPT, sampling, 3, limit=60).tolist()
+
+    samples = sample(layout)
+    assert samples == sample(Layout())
+    assert len({tuple(s) for s in samples}) == 3
+    assert max(map(max, samples)) < 60
