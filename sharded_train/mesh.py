@@ -124,20 +124,23 @@ def build_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh
 def host_of(device: Any) -> int:
     """Number of the host, that is of the NVLink domain, that a device belongs to.
 
-    It is `slice_index` where the device has one, else `process_index`; and always `process_index` for the devices of a
-    compile-only topology. Why, read in XLA (xla/pjrt/distributed/topology_util.cc, BuildGlobalTopology) and tried:
+    It is `slice_index` where the device has one, else `process_index`; and always `process_index` for CPU devices and
+    for those of a compile-only topology. Why, read in XLA (xla/pjrt/distributed/topology_util.cc, BuildGlobalTopology)
+    and tried with jax 0.10.2 and 0.12.0.1:
 
     - GPUs of several processes: `slice_index` is the index of the GPU's NVLink fabric (NVML's cluster UUID and clique)
       when every GPU has one, as on an NVL72 rack over several machines, else that of the machine's boot id. So it is
       right for one process a host, one process a GPU, and racks. `JAX_PARTITION_INDEX` overrides it.
     - GPUs of one process: 0 for all.
-    - CPU devices have none: processes stand for hosts.
+    - CPU devices share memory within a process and talk over sockets between processes, even on one machine, where
+      all would say 0 for the one boot id. A single process's say nothing.
     - Compile-only devices say 0 whatever the topology asked for, and their `process_index` is the host.
     """
-    client = getattr(device, "client", None)
-    compile_only = getattr(client, "runtime_type", None) == "compile_only_runtime"
-    domain = None if compile_only else getattr(device, "slice_index", None)
-    return device.process_index if domain is None else domain
+    compile_only = getattr(getattr(device, "client", None), "runtime_type", None) == "compile_only_runtime"
+    domain = getattr(device, "slice_index", None)
+    if domain is None or compile_only or getattr(device, "platform", None) == "cpu":
+        return device.process_index
+    return domain
 
 
 def hosts_of(array: np.ndarray) -> np.ndarray:
@@ -177,7 +180,7 @@ def _size_problem(asked: Mapping[str, int], fixed: int, num_devices: int) -> str
     product = " × ".join(f"{axis} {size}" for axis, size in asked.items() if size != -1)
     if rest:
         ratio = f"{num_devices / fixed:.4g}"
-        problem = f"mesh.{rest[0]} = -1: {num_devices} devices / ({product}) = {ratio}, which is no whole number"
+        problem = f"mesh.{rest[0]} = -1: number of devices {num_devices} / ({product}) = {ratio}, no whole number"
     else:
         problem = f"mesh: {product} = {fixed}, but the number of devices is {num_devices}"
     return f"{problem}; nearest that works: {' or '.join(_nearest(asked, num_devices))}"

@@ -7,6 +7,10 @@ import itertools
 import math
 import random
 import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,8 +145,45 @@ def test_a_rack_of_several_machines_is_one_host() -> None:
     assert len(set(hosts_of(array).flat)) == 2
 
 
-def test_cpu_processes_are_hosts() -> None:
+def test_cpu_processes_are_hosts_even_on_one_machine() -> None:
     assert [host_of(Bare(2048 * p + i, p)) for p in range(2) for i in range(2)] == [0, 0, 1, 1]
+    devices = [SimpleNamespace(id=i, process_index=i // 2, slice_index=0, platform="cpu") for i in range(4)]
+    assert [host_of(d) for d in devices] == [0, 0, 1, 1]
+
+
+TWO_PROCESSES = """
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from sharded_train.mesh import MeshConfig, build_mesh, hosts_of, links
+mesh = build_mesh(MeshConfig(tensor=4))
+print(hosts_of(mesh.devices).ravel().tolist(), links(mesh.devices, mesh.axis_names)["data"].kind)
+try:
+    build_mesh(MeshConfig(tensor=8))
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_two_real_processes_are_two_hosts() -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    root = str(Path(__file__).parents[1])
+    command = [sys.executable, "-c", TWO_PROCESSES, address]
+    processes = [
+        subprocess.Popen([*command, str(i)], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for out, err in outputs:
+        assert out.startswith("[0, 0, 0, 0, 1, 1, 1, 1] network\n"), err
+        assert "lies across hosts (4 on host 0, 4 on host 1)" in out
 
 
 def test_compile_only_devices_say_slice_0_and_are_told_by_process() -> None:
