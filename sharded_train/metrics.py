@@ -3,73 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from rich.console import Console
 from tensorboardX import SummaryWriter
 
 from sharded_train import workdir as layout
 
-# Peak dense bf16 FLOP/s by what JAX calls the device, the first that fits. From NVIDIA's data sheets, without sparsity;
-# the V100 has no bf16, its number is fp16's.
-PEAKS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,  # SXM
-    "GH200": 989e12,
-    "H200": 989e12,
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "V100": 125e12,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Peak:
-    """What a device could do at most, in FLOP/s, and in words where that number comes from."""
-
-    per_device: float
-    words: str
-
-
-def peak_of(device: jax.Device, dtype: jnp.dtype) -> Peak:
-    """Of the table, or measured with a product in `dtype` where the table says nothing, as on CPUs."""
-    for name, peak in PEAKS.items():
-        if name in device.device_kind:
-            return Peak(peak, f"{_flops(peak)} a device, the data sheet's dense bf16 for {device.device_kind}")
-    if device.platform != "cpu":
-        peak = _measured(device, dtype, size=4096)
-        return Peak(peak, f"{_flops(peak)} a device, measured here with a {dtype.name} product")
-    peak = _measured(device, dtype, size=1024)
-    sharing = jax.local_device_count()
-    words = f"{_flops(peak)}, measured here with a {dtype.name} product on all cores"
-    return Peak(peak / sharing, words if sharing == 1 else f"{words}, shared by {sharing} devices")
-
-
-def _measured(device: jax.Device, dtype: jnp.dtype, size: int, at_least: float = 0.3) -> float:
-    """FLOP/s of the fastest square matrix product, summed in fp32, of those within so many seconds."""
-    a = jax.device_put(jnp.ones((size, size), dtype), device)
-    product = jax.jit(lambda a: jax.lax.dot(a, a, preferred_element_type=jnp.float32)).lower(a).compile()
-    times: list[float] = []
-    while sum(times) < at_least:
-        start = time.perf_counter()
-        product(a).block_until_ready()
-        times.append(time.perf_counter() - start)
-    return 2 * size**3 / min(times)
-
 
 class Pace:
-    """How fast steps go: the wall time between the ends of steps, without what was asked not to count."""
+    """How fast steps go: the wall time between the ends of steps, without what is excluded."""
 
     def __init__(self) -> None:
         self._start: tuple[int, float] | None = None
@@ -86,7 +34,7 @@ class Pace:
         """Since the last call, which `step` is counted from; None at the first."""
         now, start, excluded = time.perf_counter(), self._start, self._excluded
         self._start, self._excluded = (step, now), 0.0
-        return None if start is None else (now - start[1] - excluded) / (step - start[0])
+        return None if start is None or step == start[0] else (now - start[1] - excluded) / (step - start[0])
 
 
 class MetricsWriter:
@@ -137,6 +85,76 @@ def _step_of(line: str) -> int | None:
         return None
 
 
+class Diverged(RuntimeError):
+    """A loss or gradient norm is not finite: the weights are lost from there on."""
+
+
+class RunLog:
+    """The metrics of every step: fetched one step late, looked at, and told when they are due.
+
+    `tell_start` is called when the first step is done, the moment that the pace is measured from.
+    """
+
+    def __init__(
+        self,
+        writer: MetricsWriter | None,
+        table: ProgressTable,
+        *,
+        every: int,
+        last_step: int,
+        tokens_per_step: int,
+        flops_per_step: float,
+        peak: float,
+        tokens_seen: int,
+        tell_start: Callable[[], None],
+    ):
+        self._writer, self._table = writer, table
+        self._every, self._last_step = every, last_step
+        self._tokens_per_step, self._flops_per_step, self._peak = tokens_per_step, flops_per_step, peak
+        self._tell_start = tell_start
+        self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        self._begun = False
+        self.tokens_seen = tokens_seen
+        self.pace = Pace()
+
+    def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """The metrics of a step that has been started; waits for those of the step before it."""
+        self.flush()
+        self._pending = step, metrics
+
+    def flush(self) -> None:
+        """Waits for the metrics of the step added last. Raises Diverged if they are not finite."""
+        if self._pending is None:
+            return
+        (step, metrics), self._pending = self._pending, None
+        values = {key: value.item() for key, value in jax.device_get(metrics).items()}
+        self.tokens_seen += round(values["num_tokens"])
+        broken = [key for key in ("loss", "grad_norm") if not math.isfinite(values[key])]
+        if not self._begun:
+            self._begun = True
+            self._tell_start()
+            self.pace.seconds_per_step(step)
+        if broken or step == self._last_step or (self._every and step % self._every == 0):
+            self._tell(step, values)
+        if broken:
+            found = ", ".join(f"{key} = {values[key]}" for key in ("loss", "grad_norm", "learning_rate"))
+            raise Diverged(f"step {step}: {' and '.join(broken)} not finite ({found})")
+
+    def validation(self, step: int, loss: float, bits_per_byte: float, words: str) -> None:
+        if self._writer is not None:
+            self._writer.write(step, {"validation_loss": loss, "validation_bits_per_byte": bits_per_byte})
+        self._table.note(words)
+
+    def _tell(self, step: int, values: Mapping[str, float]) -> None:
+        seconds = self.pace.seconds_per_step(step)
+        told: dict[str, float | None] = {key: values[key] for key in ("loss", "learning_rate", "grad_norm")}
+        told["tokens_per_second"] = self._tokens_per_step / seconds if seconds else None
+        told["mfu"] = self._flops_per_step / seconds / self._peak if seconds else None
+        if self._writer is not None:
+            self._writer.write(step, told)
+        self._table.row(step, told, seconds)
+
+
 class ProgressTable:
     """A line for each log interval, in columns; plain text where the output is a file."""
 
@@ -185,7 +203,3 @@ def duration(seconds: float) -> str:
 
 def _or_dash(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _flops(flops: float) -> str:
-    return f"{flops / 1e12:,.0f} TFLOP/s" if flops >= 1e13 else f"{flops / 1e9:,.0f} GFLOP/s"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from sharded_train import config
@@ -12,6 +15,7 @@ from sharded_train.errors import ConfigError
 from sharded_train.recipe import Recipe
 
 CONFIG = "config.json"  # of the last `train` there; each checkpoint's record holds the one it was made under
+TOKENIZER = "tokenizer.json"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 DATA = "data"
@@ -72,13 +76,29 @@ def check(workdir: Path, recipe: Recipe, *, accept_config_change: bool = False) 
         )
 
 
-def claim(workdir: Path, recipe: Recipe) -> None:
-    """Makes the directory and writes the config of the run, for one process to call after `check`."""
+def claim(workdir: Path, recipe: Recipe, tokenizer: str) -> None:
+    """Makes the directory and writes config and tokenizer of the run, for one process to call after `check`."""
     workdir.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(config.to_dict(recipe), indent=2) + "\n"
-    path = workdir / CONFIG
-    if not path.exists() or path.read_text() != text:
-        write_atomically(path, text)
+    texts = {TOKENIZER: tokenizer, CONFIG: json.dumps(config.to_dict(recipe), indent=2) + "\n"}
+    for path, text in ((workdir / name, text) for name, text in texts.items()):
+        if not path.exists() or path.read_text() != text:
+            write_atomically(path, text)
+
+
+@contextlib.contextmanager
+def unwritten_if_refused(workdir: Path) -> Iterator[None]:
+    """Takes a new workdir away again, with the prepared data in it, if what is done inside raises ConfigError."""
+    made = [path for path in (workdir / DATA, workdir, *workdir.parents) if not path.exists()]
+    try:
+        yield
+    except ConfigError:
+        for path in made:
+            if path == workdir / DATA:
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):  # not empty, or another process was faster
+                    path.rmdir()
+        raise
 
 
 def write_atomically(path: Path, text: str) -> None:

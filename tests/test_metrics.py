@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from sharded_train.metrics import PEAKS, MetricsWriter, Pace, ProgressTable, duration, peak_of
+from sharded_train.metrics import MetricsWriter, Pace, ProgressTable, duration
+from sharded_train.peak import PEAKS, peak_of
 
 VALUES = {"loss": 2.5, "grad_norm": 0.5, "learning_rate": 1e-3, "tokens_per_second": 1234.5, "mfu": 0.25}
 

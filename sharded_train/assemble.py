@@ -1,0 +1,87 @@
+"""From a recipe to what a run is made of: the program on this machine's devices, the text, the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from sharded_train import recipe as recipes
+from sharded_train import workdir as layout
+from sharded_train.checkpoint import Checkpointer, CheckpointError
+from sharded_train.data.loader import num_train_steps
+from sharded_train.data.prepare import TextData, prepare
+from sharded_train.errors import ConfigError
+from sharded_train.mesh import build_mesh
+from sharded_train.recipe import Recipe
+from sharded_train.step import Program, TrainState, build_program
+
+
+def program_of(recipe: Recipe) -> Program:
+    """The program of a recipe on all devices. Raises ConfigError with everything that does not fit them."""
+    recipes.check(recipe, jax.device_count())
+    return build_program(
+        recipe.model,
+        build_mesh(recipe.mesh),
+        zero=recipe.zero,
+        precision=recipe.precision,
+        optimizer=recipe.optimizer,
+        schedule=recipe.schedule,
+        train=recipe.train,
+    )
+
+
+def last_step_of(recipe: Recipe) -> int:
+    """The step that this start of the run ends at."""
+    return recipe.train.num_steps if recipe.train.stop_at is None else recipe.train.stop_at
+
+
+def text_of(recipe: Recipe, workdir: Path, progress: Callable[[str], None]) -> TextData:
+    """The text of a recipe, cached in the workdir. Raises ConfigError if there is too little of it."""
+    data = prepare(
+        recipe.data,
+        vocab_size=recipe.model.vocab_size,
+        sequence_length=recipe.train.sequence_length,
+        seed=recipe.train.seed,
+        cache_dir=workdir / layout.DATA,
+        progress=progress,
+    )
+    epochs, rows, batch = recipe.data.num_epochs, len(data.train), recipe.train.global_batch_size
+    if num_train_steps(rows, batch, epochs) < recipe.train.num_steps:
+        raise ConfigError(
+            f"data.num_epochs = {epochs} of {rows:,} rows are {num_train_steps(rows, batch, epochs):,} steps of "
+            f"train.global_batch_size = {batch} rows, but train.num_steps = {recipe.train.num_steps:,}: "
+            "lower num_steps, raise num_epochs, or leave it out for as many as the steps need"
+        )
+    return data
+
+
+def restore(
+    program: Program, checkpointer: Checkpointer, step: int, data: TextData, *, other_data: bool = False
+) -> tuple[TrainState, dict[str, Any]]:
+    """The state after `step` steps and the record saved with it.
+
+    Raises ConfigError if the checkpoint is another model's, or was trained on other data than `data` (unless
+    `other_data` allows it); CheckpointError if it is damaged.
+    """
+    there = checkpointer.record(step)["data"]
+    here = data_record(data)
+    if there["fingerprint"] != here["fingerprint"] and not other_data:
+        raise ConfigError(
+            [
+                f"{checkpointer.path(step)} was trained on other data than this run would go on with (there -> here):",
+                *(f"  {key}: {there.get(key)} -> {here.get(key)}" for key in here if there.get(key) != here.get(key)),
+                "Bring the data back, choose another --workdir, or go on with --accept-config-change.",
+            ]
+        )
+    state, record = checkpointer.restore(step, program.abstract_state)
+    if int(state.step) != step:
+        raise CheckpointError(f"{checkpointer.path(step)} holds the state of step {int(state.step)}, not of {step}")
+    return state, record
+
+
+def data_record(data: TextData) -> dict[str, Any]:
+    """What a checkpoint says of its data."""
+    return {"fingerprint": data.fingerprint, **data.description}

@@ -1,0 +1,146 @@
+"""What a training run says at its start and at its end."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from sharded_train import __version__
+from sharded_train.data.prepare import TextData
+from sharded_train.peak import Peak
+from sharded_train.recipe import Recipe
+from sharded_train.show_tables import WIDTH, bytes_in_words, flops_in_words
+
+
+def console_of_process() -> Console:
+    """Process 0 speaks for all."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, quiet=jax.process_index() != 0)
+
+
+class StartUp:
+    """Where the seconds before the end of the first step go: each part lasts from one mark to the next."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, float] = {}
+        if from_command() and (seconds := _process_age()) is not None:
+            self.parts["imports"] = seconds
+        self._last = time.perf_counter()
+
+    def mark(self, name: str) -> None:
+        """What was done since the last mark has this name."""
+        now = time.perf_counter()
+        self.parts[name], self._last = now - self._last, now
+
+    def words(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.parts.items())
+        return f"start-up {sum(self.parts.values()):.1f} s: {parts}"
+
+
+def panel(recipe: Recipe, facts: Mapping[str, Any], data: TextData, peak: Peak, workdir: Path, start: int) -> Panel:
+    """The run in a few lines; `facts` are those of `show.describe`, `start` is the step that it goes on from."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, text in _rows(recipe, facts, data, peak, start):
+        table.add_row(name, text)
+    return Panel(table, title=f"sharded_train {__version__}: {workdir}", title_align="left", expand=False)
+
+
+def _rows(
+    recipe: Recipe, facts: Mapping[str, Any], data: TextData, peak: Peak, start: int
+) -> Iterator[tuple[str, str]]:
+    train, mesh, device = recipe.train, facts["mesh"], jax.devices()[0]
+    split = {axis: size for axis, size in mesh["sizes"].items() if size > 1}
+    product = " × ".join(f"{axis} {size}" for axis, size in split.items())
+    yield "devices", f"{f'{product} = ' if product else ''}{mesh['num_devices']:,} × {device.device_kind}"
+    for axis in split:
+        yield f"  {axis}", mesh["links"][axis]["words"]
+    yield "model", f"{facts['num_parameters']:,} parameters, computing in {facts['compute_dtype']}"
+    yield "state", f"{bytes_in_words(facts['state_bytes_total'])} on each device, ZeRO {facts['zero_stage']}"
+    yield "data", _data_words(data)
+    baselines = data.baselines()
+    yield (
+        "baselines",
+        f"byte bigram {baselines['byte_bigram_bits_per_byte']:.3f}, gzip -9 {baselines['gzip_bits_per_byte']:.3f} "
+        "bits per byte of the validation text",
+    )
+    tokens = facts["tokens_per_step"]
+    parts = "" if train.num_microbatches == 1 else f" in {train.num_microbatches} microbatches"
+    epochs = train.num_steps * train.global_batch_size / len(data.train)
+    yield "step", f"{train.global_batch_size:,} rows × {train.sequence_length:,} = {tokens:,} tokens{parts}"
+    begins = f"goes on from step {start:,}" if start else f"begins with seed {train.seed}"
+    yield "run", f"{train.num_steps:,} steps = {train.num_steps * tokens:,} tokens = {epochs:.3g} epochs; {begins}"
+    yield "MFU", f"{flops_in_words(facts['flops_per_step_total'])} a step / time / peak; {facts['flops_convention']}"
+    yield "peak", peak.words
+
+
+def _data_words(data: TextData) -> str:
+    said = data.description
+    sides = ", ".join(
+        f"{said[side]['num_documents']:,} documents = {said[side]['num_bytes'] / 1e6:,.2f} MB = "
+        f"{said[side]['num_tokens']:,} tokens for {purpose}"
+        for side, purpose in (("train", "training"), ("validation", "validation"))
+    )
+    return f"{said['source']}: {sides}"
+
+
+def how_to_go_on(console: Console, recipe: Recipe, workdir: Path, step: int) -> None:
+    """The line to type to go on from `step`, or to go beyond the end."""
+    total = recipe.train.num_steps
+    if step < total:
+        console.print(f"{step:,} of {total:,} steps are done. To go on:")
+        command = command_to_resume(workdir)
+    else:
+        console.print(f"The run of {total:,} steps is complete. To go beyond, which is another config:")
+        command = command_to_resume(workdir, f"--config.train.num_steps={2 * step}", "--accept-config-change")
+    console.print(f"  {command}", markup=False, soft_wrap=True)
+
+
+def versions() -> dict[str, str]:
+    """For the record of a checkpoint."""
+    from importlib.metadata import version
+
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+    ours = {"sharded_train": __version__, "python": platform.python_version()}
+    return ours | {package: version(package) for package in packages}
+
+
+def from_command() -> bool:
+    """Whether this process is the command, training; else what it was typed as is not known."""
+    return Path(sys.argv[0]).name in ("sharded-train", "__main__.py") and sys.argv[1:2] == ["train"]
+
+
+def command_to_resume(workdir: Path, *changes: str) -> str:
+    """What to type to go on: the command as it was typed, without what was for this once, and with the changes."""
+    if not from_command():
+        return (
+            f"sharded-train train --config=FILE.py --workdir={shlex.quote(str(workdir))} {' '.join(changes)}".rstrip()
+        )
+    start = ["sharded-train"] if Path(sys.argv[0]).name == "sharded-train" else ["python", "-m", "sharded_train"]
+    arguments, given = [], iter(sys.argv[1:])
+    for argument in given:
+        if argument == "--config.train.stop_at":
+            next(given, None)
+        elif not argument.startswith(("--config.train.stop_at=", "--accept-config-change")):
+            arguments.append(argument)
+    return shlex.join([*start, *arguments, *changes])
+
+
+def _process_age() -> float | None:
+    """Seconds since this process began, where /proc tells."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None

@@ -1,0 +1,240 @@
+"""The training loop: restore or initialise, then step after step, with metrics, evaluations and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+from rich.console import Console
+
+from sharded_train import assemble, config, report
+from sharded_train import workdir as layout
+from sharded_train.checkpoint import Checkpointer, CheckpointError
+from sharded_train.data.loader import Loader
+from sharded_train.data.prepare import TextData
+from sharded_train.evaluate import Validation, in_words, validate
+from sharded_train.generate import Sampling, sample_text
+from sharded_train.metrics import Diverged, MetricsWriter, ProgressTable, RunLog
+from sharded_train.peak import peak_of
+from sharded_train.recipe import Recipe
+from sharded_train.show import describe
+from sharded_train.step import Batch, Program, TrainState
+from sharded_train.stopping import StopRequest
+
+DONE, FAILED, INTERRUPTED = 0, 1, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
+
+
+def train(recipe: Recipe, workdir: Path, *, accept_config_change: bool = False) -> int:
+    """Trains to `train.num_steps` (or `train.stop_at`), from the last checkpoint in `workdir` if there is one.
+
+    Returns the exit code: 0 when that step is reached and saved, 75 when a signal came and the state was saved, 1 when
+    the run cannot go on, for a reason told on stderr. What is wrong with recipe, data or workdir raises ConfigError
+    before anything is compiled or written.
+    """
+    console = report.console_of_process()
+    try:
+        with contextlib.ExitStack() as stack:
+            begun = _begin(recipe, workdir, accept_config_change, console, stack)
+            if begun is None:
+                return DONE
+            run, state = begun
+            return _end(run, *_loop(run, state, _log_of(run, stack)))
+    except (CheckpointError, Diverged) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What stays the same from step to step."""
+
+    recipe: Recipe
+    workdir: Path
+    program: Program
+    data: TextData
+    checkpointer: Checkpointer
+    console: Console
+    startup: report.StartUp
+    start_step: int
+    last_step: int
+    tokens_seen: int  # before start_step
+
+
+def _loop(run: Run, state: TrainState, log: RunLog) -> tuple[TrainState, int, Validation | None]:
+    """The state, step and validation at the end. In the turn of `step` k the k-th update is made."""
+    recipe, program = run.recipe, run.program
+    jitted = cast(jax.stages.Wrapped, program.train_step)
+    train_step = jitted.lower(program.abstract_state, program.abstract_batch).compile()
+    run.startup.mark("compile")
+    found = None
+    with _batches(run) as batches, StopRequest() as stop, _Profile(run) as profile, _last_good(run.checkpointer):
+        for step in range(run.start_step + 1, run.last_step + 1):
+            profile.before(step - 1, state)
+            state, metrics = train_step(state, Batch(**next(batches)))
+            log.add(step, metrics)  # looks at those of step - 1, while this step runs
+            run.checkpointer.check()
+            stopping, last = stop.agreed(step), step == run.last_step
+            if stopping or last or _due(step, recipe.checkpoint.every):
+                log.flush()  # a state is saved only after its own loss has been looked at
+                with log.pace.excluded():
+                    run.checkpointer.save(step, state, _record(run, step, log.tokens_seen))
+            if last or (_due(step, recipe.evaluate.every) and not stopping):
+                log.flush()
+                with log.pace.excluded():
+                    found = validate(program, state.params, run.data, recipe)
+                    log.validation(step, found.loss, found.bits_per_byte, in_words(step, found, run.data))
+            if stopping:
+                break
+    return state, step, found
+
+
+def _begin(
+    recipe: Recipe, workdir: Path, accept_config_change: bool, console: Console, stack: contextlib.ExitStack
+) -> tuple[Run, TrainState] | None:
+    """All that a step needs; None if there is none to do. Whatever can be refused is refused here, before anything
+    is written.
+    """
+    startup = report.StartUp()
+    program = assemble.program_of(recipe)
+    layout.check(workdir, recipe, accept_config_change=accept_config_change)
+    checkpointer = Checkpointer(workdir / layout.CHECKPOINTS, recipe.checkpoint.keep)
+    stack.enter_context(contextlib.closing(checkpointer))
+    start_step, last_step = checkpointer.latest_step() or 0, assemble.last_step_of(recipe)
+    startup.mark("devices")
+    if start_step >= last_step:
+        console.print(f"{workdir} is at step {start_step} already: there is nothing to do up to step {last_step}.")
+        report.how_to_go_on(console, recipe, workdir, start_step)
+        return None
+    with layout.unwritten_if_refused(workdir):
+        data = assemble.text_of(recipe, workdir, lambda text: console.print(text, style="dim", markup=False))
+        startup.mark("data")
+        tokens_seen = 0
+        if start_step:
+            state, record = assemble.restore(program, checkpointer, start_step, data, other_data=accept_config_change)
+            tokens_seen = record["tokens_seen"]
+        else:
+            state = program.init(recipe.train.seed)
+        startup.mark("state")
+    if jax.process_index() == 0:
+        layout.claim(workdir, recipe, data.tokenizer.backend.to_str())
+    run = Run(recipe, workdir, program, data, checkpointer, console, startup, start_step, last_step, tokens_seen)
+    return run, state
+
+
+def _log_of(run: Run, stack: contextlib.ExitStack) -> RunLog:
+    """Prints what the run is, and makes what will tell of its steps."""
+    facts = describe(run.recipe, jax.devices())
+    peak = peak_of(jax.local_devices()[0], run.recipe.precision.compute_dtype)
+    if jax.process_index() == 0:
+        run.console.print(report.panel(run.recipe, facts, run.data, peak, run.workdir, run.start_step))
+    for warning in facts["warnings"]:
+        run.console.print(f"note: {warning}", markup=False, style="yellow")
+    writer = None
+    if jax.process_index() == 0:
+        writer = MetricsWriter(run.workdir, run.start_step, tensorboard=run.recipe.log.tensorboard)
+        stack.enter_context(contextlib.closing(writer))
+    run.startup.mark("report")
+
+    def tell_start() -> None:
+        run.startup.mark("first step")
+        run.console.print(run.startup.words(), style="dim", soft_wrap=True)
+
+    return RunLog(
+        writer,
+        ProgressTable(run.console, run.last_step, jax.device_count()),
+        every=run.recipe.log.every,
+        last_step=run.last_step,
+        tokens_per_step=facts["tokens_per_step"],
+        flops_per_step=facts["flops_per_step_total"],
+        peak=peak.per_device * jax.device_count(),
+        tokens_seen=run.tokens_seen,
+        tell_start=tell_start,
+    )
+
+
+def _end(run: Run, state: TrainState, step: int, found: Validation | None) -> int:
+    """Waits for the checkpoint and says what there is now."""
+    if found is not None:
+        sampling = Sampling(max_tokens=min(100, run.recipe.train.sequence_length - 1), temperature=0.8)
+        (sample,) = sample_text(run.program, state.params, run.data.tokenizer, "", sampling)
+        run.console.print("a sample, from the start of a document:")
+        run.console.print(sample, markup=False, style="italic", soft_wrap=True)
+    run.checkpointer.wait()
+    run.console.print(f"checkpoint: {run.workdir / layout.CHECKPOINTS / str(step)}", markup=False, soft_wrap=True)
+    report.how_to_go_on(run.console, run.recipe, run.workdir, step)
+    return INTERRUPTED if step < run.last_step else DONE
+
+
+def _batches(run: Run) -> Loader:
+    train = run.recipe.train
+    return Loader(
+        run.data.train,
+        batch_shape=(train.global_batch_size, train.sequence_length),
+        sharding=run.program.batch_sharding,
+        seed=train.seed,
+        start_step=run.start_step,
+        num_threads=run.recipe.data.read_threads,
+        num_epochs=run.recipe.data.num_epochs,
+    )
+
+
+def _record(run: Run, step: int, tokens_seen: int) -> dict[str, Any]:
+    """What the state does not say: the next samples are those of `step`, so the data's position is the step."""
+    return {
+        "step": step,
+        "tokens_seen": tokens_seen,
+        "data": assemble.data_record(run.data),
+        "config": config.to_dict(run.recipe),
+        "mesh": dict(run.program.mesh.shape),
+        "num_processes": jax.process_count(),
+        "versions": report.versions(),
+    }
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+@contextlib.contextmanager
+def _last_good(checkpointer: Checkpointer) -> Iterator[None]:
+    """Says what is left when a run diverges."""
+    try:
+        yield
+    except Diverged as error:
+        checkpointer.wait()
+        steps = checkpointer.steps()
+        left = f"the last good checkpoint is {checkpointer.path(steps[-1])}" if steps else "there is no checkpoint"
+        raise Diverged(f"{error}; this state is not saved, {left}") from None
+
+
+class _Profile:
+    """A trace of the steps of `log.profile_steps`, for TensorBoard or xprof."""
+
+    def __init__(self, run: Run):
+        self._steps = run.recipe.log.profile_steps or (0, 0)
+        self._folder = run.workdir / layout.PROFILE
+        self._on = False
+
+    def before(self, step: int, state: TrainState) -> None:
+        """Of the updates that are made, `step` is the next; it takes `state`, and all before it are to be done."""
+        wanted = self._steps[0] <= step < self._steps[1]
+        if wanted != self._on:
+            jax.block_until_ready(state)
+            if wanted:
+                jax.profiler.start_trace(self._folder)
+                self._on = True
+            else:
+                self.__exit__()
+
+    def __enter__(self) -> _Profile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._on:
+            self._on = False
+            jax.profiler.stop_trace()
