@@ -125,7 +125,6 @@ def errors(got: Measurement, want: Measurement) -> dict[str, float]:
     }
     for name, leaf in want.grads.items():
         floor = 1e-3 * want.grad_norm * math.sqrt(leaf.size / total)
-        found[name] = float(np.linalg.norm(got.grads[name] - leaf) / max(np.linalg.norm(leaf), floor))
+        difference = float(np.linalg.norm(got.grads[name] - leaf))
+        found[name] = difference / max(float(np.linalg.norm(leaf)), floor)
     return found
-
-

@@ -20,7 +20,7 @@ from sharded_train.checkpoint import Checkpointer
 from sharded_train.collectives import all_max, axis_index
 from sharded_train.data.tokenizer import TextTokenizer, load_tokenizer
 from sharded_train.errors import ConfigError
-from sharded_train.models.decode import advance, empty_cache
+from sharded_train.models.decode import Cache, advance, empty_cache
 from sharded_train.params import Tree
 from sharded_train.recipe import Recipe
 from sharded_train.step import Program
@@ -122,9 +122,9 @@ def _sample(
     keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(own)
     by_row = [axis for axis in axes if axis == "data"]
 
-    def read(tokens: jax.Array, cache: object, start: jax.Array | int) -> tuple[jax.Array, object]:
+    def read(tokens: jax.Array, cache: Cache, start: jax.Array | int) -> tuple[jax.Array, Cache]:
         fetch = lambda w: program.fetch(w, names["layers"])
-        return advance(model, outer, weights["layers"], fetch, tokens, cache, start)  # type: ignore[arg-type]
+        return advance(model, outer, weights["layers"], fetch, tokens, cache, start)
 
     def choose(logits: jax.Array, place: jax.Array | int) -> jax.Array:
         pick = lambda key, row: _choose(row[:limit], jax.random.fold_in(key, place), sampling)

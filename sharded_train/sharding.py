@@ -124,11 +124,11 @@ def place(spec: ParamSpec, sizes: Mapping[str, int], zero: ZeroConfig) -> Placem
     if axes and dim is None:
         ways = math.prod(sizes[a] for a in axes)
         reasons = (*reasons, f"whole over {' x '.join(axes)}: no dim of {spec.shape} is a multiple of {ways}")
-    stored = list(gathered)
+    split: list[tuple[str, ...]] = [(axis,) if axis else () for axis in gathered]
     if dim is not None:
-        stored[dim] = (*([gathered[dim]] if gathered[dim] else []), *axes)
-    to_spec = lambda dims: PartitionSpec(*(d[0] if isinstance(d, tuple) and len(d) == 1 else d for d in dims))
-    return Placement(spec, to_spec(stored), to_spec(gathered), dim, axes if dim is not None else (), reasons)
+        split[dim] = (*split[dim], *axes)
+    stored = PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in split))
+    return Placement(spec, stored, PartitionSpec(*gathered), dim, axes if dim is not None else (), reasons)
 
 
 def _gathered(spec: ParamSpec, sizes: Mapping[str, int]) -> tuple[list[str | None], tuple[str, ...]]:

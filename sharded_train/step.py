@@ -32,6 +32,8 @@ from sharded_train.sharding import Plan, ZeroConfig, plan_of
 
 BATCH_AXES = ("data",)  # mesh axes that different rows lie on
 
+Array = Any  # of JAX or NumPy, or the shape of one
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
@@ -52,16 +54,16 @@ class TrainConfig:
 class Batch(flax.struct.PyTreeNode):
     """Rows of tokens, each array `[rows, seq]` int32."""
 
-    tokens: jax.Array
-    targets: jax.Array  # the token to predict at each place; -1: nothing to predict
-    segments: jax.Array  # 1, 2, ... per document in the row; 0: padding
-    positions: jax.Array  # 0, 1, ... within the document's part of the row
+    tokens: Array
+    targets: Array  # the token to predict at each place; -1: nothing to predict
+    segments: Array  # 1, 2, ... per document in the row; 0: padding
+    positions: Array  # 0, 1, ... within the document's part of the row
 
 
 class TrainState(flax.struct.PyTreeNode):
     """All that changes from step to step: `step` counts the updates that were applied."""
 
-    step: jax.Array
+    step: Array
     params: Tree  # fp32
     opt_state: Any
 
@@ -93,9 +95,7 @@ class Program:
     def implementation(self) -> Literal["xla", "cudnn"]:
         """Of attention, on this mesh's devices."""
         platform = self.mesh.devices.flat[0].platform
-        return attention.choose(
-            self.model.attention, platform, self.model.dim_per_head, self.precision.compute_dtype
-        )
+        return attention.choose(self.model.attention, platform, self.model.dim_per_head, self.precision.compute_dtype)
 
     @functools.cached_property
     def batch_sharding(self) -> NamedSharding:
@@ -104,13 +104,19 @@ class Program:
     @functools.cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, without any array."""
-        place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
-        stored = params.tree_map(lambda spec, at: place(jax.ShapeDtypeStruct(spec.shape, jnp.float32), at), self.specs, self.plan.stored)
-        state = jax.eval_shape(self._transformation.init, stored)
+
+        def place(shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
+
+        stored = params.tree_map(lambda w, at: place(w.shape, jnp.float32, at), self.specs, self.plan.stored)
         opt_state = optax.tree_map_params(
-            self._transformation, lambda x, p: place(x, p.sharding.spec), state, stored, transform_non_params=lambda x: place(x, P())
+            self._transformation,
+            lambda x, w: place(x.shape, x.dtype, w.sharding.spec),
+            jax.eval_shape(self._transformation.init, stored),
+            stored,
+            transform_non_params=lambda x: place(x.shape, x.dtype, P()),
         )
-        return TrainState(place(jax.ShapeDtypeStruct((), jnp.int32), P()), stored, opt_state)
+        return TrainState(place((), jnp.int32, P()), stored, opt_state)
 
     @property
     def _rows(self) -> P:
@@ -249,8 +255,8 @@ class Program:
             x = layer_stack(block, lambda w: self.fetch(w, names["layers"]), x, weights["layers"], ctx)
         with jax.named_scope("head"):
             x = decoder.final(model, x, outer, tp).reshape(-1, model.d_model)
-            smoothing, z_loss = (self.train.label_smoothing, self.train.z_loss) if key is not None else (0.0, 0.0)
-            return cross_entropy(x, decoder.head(model, outer), batch.targets.reshape(-1), model.vocab_size, smoothing, z_loss)
+            head, targets = decoder.head(model, outer), batch.targets.reshape(-1)
+            return cross_entropy(x, head, targets, model.vocab_size, self.train.label_smoothing, self.train.z_loss)
 
     def _token_numbers(self, batch: Batch) -> jax.Array:
         """A number for each token of the global batch, the same however its rows lie on the mesh."""

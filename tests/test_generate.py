@@ -59,9 +59,13 @@ def test_greedy_tokens_are_those_of_the_whole_pass(model: str) -> None:
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [("llama", Layout(data=4, tensor=2, zero=3)), ("llama_gqa", Layout(data=2, tensor=4, zero=1)), ("gpt2", Layout(tensor=2))],
+    [
+        ("llama", Layout(data=4, tensor=2, zero=3)),
+        ("llama_gqa", Layout(data=2, tensor=4, zero=1)),
+        ("gpt2", Layout(tensor=2)),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_samples_are_the_same_on_every_mesh(model: str, layout: Layout) -> None:
     def sample(layout: Layout) -> list:
         p = program(MODELS[model], layout)

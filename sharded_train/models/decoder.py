@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from sharded_train.collectives import TensorParallel, axis_index, axis_size
@@ -157,7 +156,12 @@ def embed(
 
 
 def block(
-    config: DecoderConfig, implementation: Literal["xla", "cudnn"], x: jax.Array, weights: Tree, ctx: Context, layer: jax.Array
+    config: DecoderConfig,
+    implementation: Literal["xla", "cudnn"],
+    x: jax.Array,
+    weights: Tree,
+    ctx: Context,
+    layer: jax.Array,
 ) -> jax.Array:
     """One layer: attention, then the MLP, each normalised before and added to the residual stream."""
     tp = TensorParallel()
