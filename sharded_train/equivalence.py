@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -26,6 +27,7 @@ from sharded_train.step import Batch, Program, TrainConfig, build_program
 TOLERANCE = 1e-5  # of a leaf's norm
 
 ROWS, SEQ = 8, 16
+ONE_STEP = TrainConfig(global_batch_size=ROWS, sequence_length=SEQ, clip_norm=None)
 SMALL = DecoderConfig(vocab_size=96, d_model=32, num_layers=3, num_heads=4, d_ff=64)
 MODELS = {
     "llama": SMALL,
@@ -43,7 +45,7 @@ class Layout:
 
     data: int = 1
     tensor: int = 1
-    zero: int = 0
+    zero: Literal[0, 1, 2, 3] = 0
     num_microbatches: int = 1
     remat: Remat = "none"
 
@@ -64,17 +66,17 @@ class Measurement:
     grads: dict[str, np.ndarray]
 
 
-def program(model: DecoderConfig, layout: Layout, *, recipe: str = "fp32", **train: object) -> Program:
+def program(model: DecoderConfig, layout: Layout, *, recipe: Literal["fp32", "bf16"] = "fp32", **train: Any) -> Program:
     """A program whose optimizer is SGD with learning rate 1: Adam hides a gradient that is k times too large."""
-    config = MeshConfig(data=layout.data, tensor=layout.tensor)
-    steps = TrainConfig(
-        global_batch_size=ROWS, sequence_length=SEQ, clip_norm=None, remat=layout.remat,
-        num_microbatches=layout.num_microbatches, **train,  # type: ignore[arg-type]
-    )  # fmt: skip
     return build_program(
-        model, build_mesh(config, jax.devices()[: layout.num_devices]), zero=ZeroConfig(layout.zero),  # type: ignore[arg-type]
-        precision=PrecisionConfig(recipe), optimizer=SGD(), schedule=ScheduleConfig(1.0, final_fraction=1.0), train=steps,  # type: ignore[arg-type]
-    )  # fmt: skip
+        model,
+        build_mesh(MeshConfig(data=layout.data, tensor=layout.tensor), jax.devices()[: layout.num_devices]),
+        zero=ZeroConfig(layout.zero),
+        precision=PrecisionConfig(recipe),
+        optimizer=SGD(),
+        schedule=ScheduleConfig(1.0, final_fraction=1.0),
+        train=dataclasses.replace(ONE_STEP, num_microbatches=layout.num_microbatches, remat=layout.remat, **train),
+    )
 
 
 def hard_batch(model: DecoderConfig, seed: int = 0) -> Batch:
