@@ -60,9 +60,9 @@ test-all: setup-dev  ## run all tests, the slow ones included
 	$(PYTEST) -m "" $(ARGS)
 
 lint: setup-dev  ## check style, formatting and types
-	$(VENV)/bin/ruff check
-	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/mypy
+	@failed=0; for check in 'ruff check' 'ruff format --check' mypy; do \
+		echo "$$check"; $(VENV)/bin/$$check || failed=1; \
+	done; exit $$failed
 
 format: setup-dev  ## format the code and apply the linter's safe fixes
 	$(VENV)/bin/ruff check --fix-only
