@@ -51,7 +51,7 @@ help:  ## this list
 	@echo '  WORKERS=2           processes that run the tests (now: $(WORKERS), all in one)'
 
 train: setup  ## train configs/quickstart.py into runs/quickstart; again: resume
-	$(TRAIN) $(if $(filter cpu,$(ACCELERATOR)),--cpu-devices=8) $(ARGS)
+	$(TRAIN) $(if $(filter cpu,$(ACCELERATOR)),--cpu-devices=8,--config.mesh.tensor=1) $(ARGS)
 
 test: setup-dev  ## run the fast tests
 	$(PYTEST) $(ARGS)
