@@ -124,17 +124,23 @@ def from_command() -> bool:
 def command_to_resume(workdir: Path, *changes: str) -> str:
     """What to type to go on: the command as it was typed, without what was for this once, and with the changes."""
     if not from_command():
-        return (
-            f"sharded-train train --config=FILE.py --workdir={shlex.quote(str(workdir))} {' '.join(changes)}".rstrip()
-        )
+        start = ["sharded-train", "train", "--config=FILE.py", f"--workdir={workdir}"]
+        return shlex.join([*start, *changes])
     start = ["sharded-train"] if Path(sys.argv[0]).name == "sharded-train" else ["python", "-m", "sharded_train"]
+    dropped = {"--config.train.stop_at", "--accept-config-change", *(change.partition("=")[0] for change in changes)}
     arguments, given = [], iter(sys.argv[1:])
     for argument in given:
-        if argument == "--config.train.stop_at":
-            next(given, None)
-        elif not argument.startswith(("--config.train.stop_at=", "--accept-config-change")):
+        name, equals, _ = argument.partition("=")
+        if name not in dropped:
             arguments.append(argument)
+        elif name.startswith("--config.") and not equals:
+            next(given, None)  # its value
     return shlex.join([*start, *arguments, *changes])
+
+
+def printable(text: str) -> str:
+    """Text of a model as it may go to a terminal: no control characters."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
 def _process_age() -> float | None:

@@ -89,6 +89,7 @@ def _loop(run: Run, state: TrainState, log: RunLog) -> tuple[TrainState, int, Va
                     found = validate(program, state.params, run.data, recipe)
                     log.validation(step, found.loss, found.bits_per_byte, in_words(step, found, run.data))
             if stopping:
+                run.console.print(f"stopped by a signal after step {step}", markup=False)
                 break
     return state, step, found
 
@@ -163,7 +164,7 @@ def _end(run: Run, state: TrainState, step: int, found: Validation | None) -> in
         sampling = Sampling(max_tokens=min(100, run.recipe.train.sequence_length - 1), temperature=0.8)
         (sample,) = sample_text(run.program, state.params, run.data.tokenizer, "", sampling)
         run.console.print("a sample, from the start of a document:")
-        run.console.print(sample, markup=False, style="italic", soft_wrap=True)
+        run.console.print(report.printable(sample), markup=False, style="italic", soft_wrap=True)
     run.checkpointer.wait()
     run.console.print(f"checkpoint: {run.workdir / layout.CHECKPOINTS / str(step)}", markup=False, soft_wrap=True)
     report.how_to_go_on(run.console, run.recipe, run.workdir, step)

@@ -1,0 +1,423 @@
+"""The loop: a run that is broken off and resumed is the same run, and what cannot go on says why."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from sharded_train import assemble, config
+from sharded_train import recipe as recipes
+from sharded_train import workdir as workdirs
+from sharded_train.checkpoint import Checkpointer
+from sharded_train.errors import ConfigError
+from sharded_train.evaluate import evaluate
+from sharded_train.metrics import RunLog
+from sharded_train.recipe import Recipe
+from sharded_train.report import command_to_resume
+from sharded_train.train import DONE, FAILED, INTERRUPTED, train
+
+STEPS = 10
+SETTINGS: dict[str, dict[str, Any]] = {
+    "model": {"vocab_size": 300, "d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 64},
+    "mesh": {"data": 4, "tensor": 2},
+    "zero": {"stage": 3},
+    "precision": {"recipe": "fp32"},
+    "schedule": {"learning_rate": 3e-3, "warmup_steps": 2},
+    "data": {"validation_fraction": 0.2},
+    "train": {"num_steps": STEPS, "global_batch_size": 8, "sequence_length": 32},
+    "evaluate": {"every": 5, "num_batches": 2},
+    "checkpoint": {"every": 5},
+    "log": {"every": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of documents."""
+    folder = tmp_path_factory.mktemp("text")
+    rng = np.random.default_rng(0)
+    words = ["mesh", "shard", "gather", "stage", "step", "tick", "scatter", "reduce", "norm", "loss"]
+    for i in range(30):
+        (folder / f"{i}.txt").write_text(" ".join(rng.choice(words, 200)) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every start of a run compiles: here the same program a second time from JAX's cache."""
+    wanted = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.1,
+    }
+    before = {name: getattr(jax.config, name) for name in wanted}
+    for name, value in wanted.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def recipe_of(text: Path, *changes: str) -> Recipe:
+    return recipes.from_dict(
+        {**SETTINGS, "data": {**SETTINGS["data"], "files": [f"{text}/*.txt"]}}, [f"--config.{c}" for c in changes]
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """A run that came to its end, or was stopped: where, and what it printed."""
+
+    code: int
+    workdir: Path
+    output: str
+
+
+def run(recipe: Recipe, workdir: Path, **options: Any) -> Ended:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        code = train(recipe, workdir, **options)
+    return Ended(code, workdir, output.getvalue())
+
+
+@pytest.fixture(scope="module")
+def unbroken(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return run(recipe_of(text), tmp_path_factory.mktemp("unbroken") / "run")
+
+
+@pytest.fixture(scope="module")
+def half(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return run(recipe_of(text, "train.stop_at=5"), tmp_path_factory.mktemp("half") / "run")
+
+
+def copy_of(ended: Ended, folder: Path) -> Path:
+    return Path(shutil.copytree(ended.workdir, folder / "run"))
+
+
+def state_of(ended: Ended, step: int) -> tuple[Any, dict[str, Any]]:
+    """The state and the record of a checkpoint, by the recipe in its workdir, on this machine's 8 devices."""
+    program = assemble.program_of(workdirs.read_recipe(ended.workdir))
+    return Checkpointer(ended.workdir / "checkpoints").restore(step, program.abstract_state)
+
+
+def metrics_of(workdir: Path, key: str) -> dict[int, float]:
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file below, as it is and when it was written."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in [folder, *folder.rglob("*")]
+    }
+
+
+# ---- a resumed run is the same run --------------------------------------------------------------------------------
+
+
+def test_ten_steps_are_five_and_a_resume_and_five_bitwise(
+    text: Path, unbroken: Ended, half: Ended, tmp_path: Path
+) -> None:
+    resumed = run(recipe_of(text), copy_of(half, tmp_path))
+    assert (unbroken.code, half.code, resumed.code) == (DONE, DONE, DONE)
+    (state, record), (expected, expected_record) = state_of(resumed, STEPS), state_of(unbroken, STEPS)
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+    assert record["tokens_seen"] == expected_record["tokens_seen"] > 0
+    for key in ("loss", "grad_norm", "learning_rate", "validation_loss", "validation_bits_per_byte"):
+        assert metrics_of(resumed.workdir, key) == metrics_of(unbroken.workdir, key)
+    assert list(metrics_of(resumed.workdir, "loss")) == list(range(1, STEPS + 1))
+
+
+def test_a_signal_finishes_the_step_and_saves_it(
+    text: Path, unbroken: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = RunLog.add
+
+    def kill_in_step_3(log: RunLog, step: int, metrics: Any) -> None:
+        add(log, step, metrics)
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    monkeypatch.setattr(RunLog, "add", kill_in_step_3)
+    stopped = run(recipe_of(text), tmp_path / "run")
+    monkeypatch.undo()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert stopped.code == INTERRUPTED
+    assert "3 of 10 steps are done. To go on:" in stopped.output
+    assert Checkpointer(stopped.workdir / "checkpoints").steps() == [3]
+    resumed = run(recipe_of(text), stopped.workdir)
+    jax.tree.map(np.testing.assert_array_equal, state_of(resumed, STEPS)[0], state_of(unbroken, STEPS)[0])
+
+
+def test_a_resume_on_two_devices_without_zero_goes_the_same_way(
+    text: Path, unbroken: Ended, half: Ended, tmp_path: Path
+) -> None:
+    """Takes about 10 s: a process of its own, since the devices of this one are 8."""
+    workdir = copy_of(half, tmp_path)
+    settings = {**SETTINGS, "mesh": {"data": 2}, "zero": {"stage": 0}}
+    (ended,) = run_processes(text, tmp_path, settings, workdir, ["--cpu-devices=2"])
+    assert "The run of 10 steps is complete." in ended
+    losses, expected = metrics_of(workdir, "loss"), metrics_of(unbroken.workdir, "loss")
+    assert losses.keys() == expected.keys()
+    np.testing.assert_allclose(list(losses.values()), list(expected.values()), rtol=1e-6)
+    state = Checkpointer(workdir / "checkpoints").restore(STEPS, assemble.program_of(recipe_of(text)).abstract_state)[0]
+    for leaf, other in zip(jax.tree.leaves(state), jax.tree.leaves(state_of(unbroken, STEPS)[0]), strict=True):
+        assert np.linalg.norm(leaf - other) <= 1e-5 * np.linalg.norm(other)
+
+
+@pytest.mark.slow  # two processes start and compile everything, on as few cores as there are: 20 to 50 s
+def test_two_processes_train_as_one_does(text: Path, unbroken: Ended, tmp_path: Path) -> None:
+    with socket.socket() as listening:
+        listening.bind(("localhost", 0))
+        port = listening.getsockname()[1]
+    where = [
+        ["--cpu-devices=4", f"--coordinator=localhost:{port}", "--num-processes=2", f"--process-id={i}"]
+        for i in range(2)
+    ]
+    first, second = run_processes(text, tmp_path, SETTINGS, tmp_path / "run", *where)
+    assert "The run of 10 steps is complete." in first
+    assert "The run of 10 steps is complete." not in second  # process 0 speaks for all
+    for key in ("loss", "validation_loss"):
+        losses, expected = metrics_of(tmp_path / "run", key), metrics_of(unbroken.workdir, key)
+        assert losses.keys() == expected.keys()
+        np.testing.assert_allclose(list(losses.values()), list(expected.values()), rtol=1e-6)
+
+
+def run_processes(
+    text: Path, folder: Path, settings: Mapping[str, Any], workdir: Path, *where: Sequence[str]
+) -> list[str]:
+    """Runs the command once for each list of options, all at the same time, and returns what they printed."""
+    settings = {**settings, "data": {**settings["data"], "files": [f"{text}/*.txt"]}}
+    (folder / "config.py").write_text(f"def get_config():\n    return {settings!r}\n")
+    command = [sys.executable, "-m", "sharded_train", "train", f"--config={folder}/config.py", f"--workdir={workdir}"]
+    environment = {**os.environ, "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    processes = [
+        subprocess.Popen(
+            [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+        for options in where
+    ]
+    outputs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [DONE] * len(where), "\n\n".join(outputs)
+    return outputs
+
+
+# ---- what a run leaves and says ------------------------------------------------------------------------------------
+
+
+def test_what_is_printed(unbroken: Ended, half: Ended) -> None:
+    for said in (
+        "data 4 × tensor 2 = 8 × cpu",
+        "ZeRO 3",
+        "byte bigram",
+        "causal",
+        "measured here with a float32 product",
+        "start-up ",
+        "compile",
+        "  1/10 ",
+        " 10/10 ",
+        "validation after 10 steps, on 2 of ",
+        "a sample, from the start of a document:",
+        "checkpoints/10",
+        "The run of 10 steps is complete.",
+        "--config.train.num_steps=20 --accept-config-change",
+    ):
+        assert said in unbroken.output
+    assert "5 of 10 steps are done. To go on:" in half.output
+    assert all(character.isprintable() or character in "\n\t" for character in unbroken.output)
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        (["--config=c.py", "--workdir=a b"], ["--config=c.py", "--workdir=a b"]),
+        (["--config.train.stop_at=5", "--config=c.py", "--accept-config-change"], ["--config=c.py"]),
+        (["--config.train.stop_at", "5", "--config.train.num_steps", "9", "--config=c.py"], ["--config=c.py"]),
+        (["--config", "c.py", "--config.train.num_steps=9"], ["--config", "c.py"]),
+    ],
+)
+def test_the_line_that_is_offered_to_go_on(
+    typed: list[str], offered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/sharded-train", "train", *typed])
+    command = command_to_resume(Path("unused"), "--config.train.num_steps=20", "--accept-config-change")
+    end = ["--config.train.num_steps=20", "--accept-config-change"]
+    assert shlex.split(command) == ["sharded-train", "train", *offered, *end]
+    monkeypatch.setattr(sys, "argv", ["/src/sharded_train/__main__.py", "train", *typed])
+    assert command_to_resume(Path("unused")).startswith("python -m sharded_train train ")
+
+
+def test_what_the_record_says(text: Path, unbroken: Ended) -> None:
+    _, record = state_of(unbroken, STEPS)
+    assert record["step"] == STEPS
+    assert record["config"] == config.to_dict(recipe_of(text))
+    assert record["mesh"] == {"pipeline": 1, "data": 4, "sequence": 1, "tensor": 2}
+    assert record["num_processes"] == 1
+    assert record["versions"]["jax"] == jax.__version__
+    assert 0 < record["tokens_seen"] <= STEPS * 8 * 32
+    assert record["data"]["fingerprint"]
+
+
+def test_metrics_hold_every_key(unbroken: Ended) -> None:
+    lines = [json.loads(line) for line in (unbroken.workdir / "metrics.jsonl").read_text().splitlines()]
+    training = {"step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu"}
+    assert [set(line) for line in lines if "loss" in line] == [training] * STEPS
+    assert [line["step"] for line in lines if "validation_loss" in line] == [5, 10]
+    assert all(line["tokens_per_second"] > 0 for line in lines if line["step"] > 1 and "loss" in line)
+
+
+def test_evaluate_finds_what_training_found(unbroken: Ended, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(unbroken.workdir)
+    assert evaluate(workdirs.read_recipe(unbroken.workdir), unbroken.workdir, json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == STEPS
+    assert found["validation_loss"] == metrics_of(unbroken.workdir, "validation_loss")[STEPS]
+    assert found["byte_bigram_bits_per_byte"] > found["gzip_bits_per_byte"] > 0
+    assert contents(unbroken.workdir) == before
+
+
+def test_a_profile_is_written_when_it_is_asked_for(text: Path, half: Ended, tmp_path: Path) -> None:
+    ended = run(recipe_of(text, "log.profile_steps=6,8", "log.tensorboard=false"), copy_of(half, tmp_path))
+    assert ended.code == DONE
+    assert list((ended.workdir / "profile").rglob("*.xplane.pb"))
+
+
+# ---- what cannot go on ---------------------------------------------------------------------------------------------
+
+
+def test_at_the_last_step_there_is_nothing_to_do(text: Path, unbroken: Ended) -> None:
+    before = contents(unbroken.workdir)
+    again = run(recipe_of(text), unbroken.workdir)
+    assert again.code == DONE
+    assert "is at step 10 already: there is nothing to do" in again.output
+    assert contents(unbroken.workdir) == before
+
+
+def test_a_run_that_diverges_stops_and_saves_nothing_of_it(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ("schedule.learning_rate=1e30", "schedule.warmup_steps=0", "checkpoint.every=1", "optimizer.type=sgd")
+    assert train(recipe_of(text, *changes), tmp_path / "run") == FAILED
+    said = capsys.readouterr().err
+    saved = Checkpointer(tmp_path / "run/checkpoints").steps()
+    losses = metrics_of(tmp_path / "run", "loss")
+    last = max(losses)
+    assert losses[last] is None
+    assert saved == list(range(1, last))
+    assert f"error: step {last}: loss" in said
+    assert f"the last good checkpoint is {tmp_path}/run/checkpoints/{last - 1}" in said
+
+
+def test_a_damaged_checkpoint_is_named(
+    text: Path, unbroken: Ended, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir = copy_of(unbroken, tmp_path)
+    files = [path for path in (workdir / "checkpoints/10/state").rglob("*") if path.is_file()]
+    os.truncate(max(files, key=lambda path: path.stat().st_size), 100)
+    before = contents(workdir)
+    assert train(recipe_of(text, "train.num_steps=12"), workdir, accept_config_change=True) == FAILED
+    said = capsys.readouterr().err
+    assert f"error: {workdir}/checkpoints/10 cannot be read" in said
+    assert "that of step 5" in said
+    assert contents(workdir) == before
+
+
+def test_other_data_is_refused(text: Path, half: Ended, tmp_path: Path) -> None:
+    shutil.copytree(text, tmp_path / "text")
+    workdir = copy_of(half, tmp_path)
+    (workdir / "config.json").write_text((workdir / "config.json").read_text().replace(str(text), f"{tmp_path}/text"))
+    (tmp_path / "text/0.txt").write_text("something else\n")
+    with pytest.raises(ConfigError, match=r"checkpoints/5 was trained on other data") as caught:
+        train(recipe_of(tmp_path / "text"), workdir)
+    assert "fingerprint" in str(caught.value)
+    assert "--accept-config-change" in str(caught.value)
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "another seed": (["train.seed=1"], r"another config \(there -> here\):\s*config.train.seed: 0 -> 1\n"),
+    "another model": (["model.d_model=64"], "config.model.d_model: 32 -> 64"),
+    "too many devices": (["mesh.data=8"], "8"),
+    "no such files": (["data.files=nothing/*.txt", "data.num_epochs=1"], "nothing/"),
+    "a batch that does not divide": (["train.global_batch_size=6"], "train.global_batch_size = 6"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_is_refused_leaves_the_workdir_as_it_was(text: Path, half: Ended, tmp_path: Path, why: str) -> None:
+    changes, said = REFUSED[why]
+    before = contents(half.workdir)
+    with pytest.raises(ConfigError, match=said):
+        train(recipe_of(text, *changes), half.workdir)
+    assert contents(half.workdir) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("data.files=nothing/*.txt", "nothing/"),
+        ("data.num_epochs=1", r"data.num_epochs = 1 of .* rows are .* steps .* train.num_steps = 1,000"),
+        ("model.vocab_size=200", "200"),
+        ("mesh.data=3", "3"),
+    ],
+)
+def test_what_is_refused_makes_no_workdir(text: Path, tmp_path: Path, change: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        train(recipe_of(text, "train.num_steps=1000", change), tmp_path / "new/run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_workdir_that_somebody_else_uses(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file is a file"):
+        workdirs.check(tmp_path / "file", recipe_of(text))
+    (tmp_path / "logs/slurm").mkdir(parents=True)
+    workdirs.check(tmp_path / "logs", recipe_of(text))  # files of others are no hindrance
+    (tmp_path / "logs/checkpoints").mkdir()
+    with pytest.raises(ConfigError, match=r"holds checkpoints but no config.json"):
+        workdirs.check(tmp_path / "logs", recipe_of(text))
+    (tmp_path / "logs/config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config.json cannot be read"):
+        workdirs.check(tmp_path / "logs", recipe_of(text))
+    (tmp_path / "logs/config.json").write_text('{"train": {"momentun": 1}}')
+    with pytest.raises(ConfigError, match=r"written by another version"):
+        workdirs.check(tmp_path / "logs", recipe_of(text))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "mesh.tensor=1",
+        "zero.stage=0",
+        "train.num_microbatches=2",
+        "train.remat=full",
+        "train.stop_at=3",
+        "log.every=7",
+        "evaluate.every=1",
+        "checkpoint.keep=9",
+        "data.read_threads=0",
+        "data.cache_dir=elsewhere",
+        "model.attention=xla",
+    ],
+)
+def test_what_may_change(text: Path, half: Ended, change: str) -> None:
+    workdirs.check(half.workdir, recipe_of(text, change))
+
+
+def test_a_change_is_accepted_when_told_so(text: Path, half: Ended) -> None:
+    workdirs.check(half.workdir, recipe_of(text, "train.num_steps=20"), accept_config_change=True)
