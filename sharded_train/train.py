@@ -12,7 +12,7 @@ from typing import Any, cast
 import jax
 from rich.console import Console
 
-from sharded_train import assemble, config, report
+from sharded_train import assemble, config, memory, report
 from sharded_train import workdir as layout
 from sharded_train.checkpoint import Checkpointer, CheckpointError
 from sharded_train.data.loader import Loader
@@ -44,9 +44,14 @@ def train(recipe: Recipe, workdir: Path, *, accept_config_change: bool = False) 
                 return DONE
             run, state = begun
             return _end(run, *_loop(run, state, _log_of(run, stack)))
-    except (CheckpointError, Diverged) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return FAILED
+    except (CheckpointError, Diverged, memory.OutOfMemory) as error:
+        problem = str(error)
+    except jax.errors.JaxRuntimeError as error:
+        if not memory.is_out_of_memory(error):
+            raise
+        problem = memory.explain(str(error).splitlines()[0], recipe, describe(recipe, jax.devices()))
+    print(f"error: {problem}", file=sys.stderr)
+    return FAILED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Run:
     data: TextData
     checkpointer: Checkpointer
     console: Console
+    facts: dict[str, Any]  # of show.describe
     startup: report.StartUp
     start_step: int
     last_step: int
@@ -70,6 +76,7 @@ def _loop(run: Run, state: TrainState, log: RunLog) -> tuple[TrainState, int, Va
     recipe, program = run.recipe, run.program
     jitted = cast(jax.stages.Wrapped, program.train_step)
     train_step = jitted.lower(program.abstract_state, program.abstract_batch).compile()
+    memory.check(train_step, jax.local_devices()[0], recipe, run.facts)
     run.startup.mark("compile")
     found = None
     with _batches(run) as batches, StopRequest() as stop, _Profile(run) as profile, _last_good(run.checkpointer):
@@ -123,13 +130,14 @@ def _begin(
         startup.mark("state")
     if jax.process_index() == 0:
         layout.claim(workdir, recipe, data.tokenizer.backend.to_str())
-    run = Run(recipe, workdir, program, data, checkpointer, console, startup, start_step, last_step, tokens_seen)
+    facts = describe(recipe, jax.devices())
+    run = Run(recipe, workdir, program, data, checkpointer, console, facts, startup, start_step, last_step, tokens_seen)
     return run, state
 
 
 def _log_of(run: Run, stack: contextlib.ExitStack) -> RunLog:
     """Prints what the run is, and makes what will tell of its steps."""
-    facts = describe(run.recipe, jax.devices())
+    facts = run.facts
     peak = peak_of(jax.local_devices()[0], run.recipe.precision.compute_dtype)
     if jax.process_index() == 0:
         run.console.print(report.panel(run.recipe, facts, run.data, peak, run.workdir, run.start_step))

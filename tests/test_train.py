@@ -324,6 +324,19 @@ def test_a_run_that_diverges_stops_and_saves_nothing_of_it(
     assert f"the last good checkpoint is {tmp_path}/run/checkpoints/{last - 1}" in said
 
 
+def test_running_out_of_memory_is_explained(
+    text: Path, half: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nmore")
+
+    monkeypatch.setattr(RunLog, "flush", fail)
+    assert train(recipe_of(text), copy_of(half, tmp_path)) == FAILED
+    said = capsys.readouterr().err
+    assert "error: out of memory: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes." in said
+    assert "config.train.remat=selective" in said
+
+
 def test_a_damaged_checkpoint_is_named(
     text: Path, unbroken: Ended, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
