@@ -9,15 +9,20 @@ import jax
 from jax import lax
 
 
-def varying_axes(x: Any) -> frozenset[str]:
-    """Mesh axes that the value may differ over, inside `jax.shard_map`."""
-    kind = jax.typeof(x)
-    if hasattr(kind, "vma"):  # jax 0.10
-        return frozenset(kind.vma)
-    return frozenset(kind.manual_axis_type.varying)  # jax 0.12
+def varying_axes(*values: Any) -> tuple[str, ...]:
+    """Mesh axes that any of the values may differ over, inside `jax.shard_map`.
+
+    In one order always: JAX holds sets, whose order differs between processes, which must all compile one program.
+    """
+    found: set[str] = set()
+    for x in values:
+        kind = jax.typeof(x)
+        found |= kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # jax 0.10, jax 0.12
+    return tuple(sorted(found))
 
 
 def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Mark `x` as differing over `axes`; the transpose of this mark is the sum over them."""
-    missing = tuple(axis for axis in axes if axis not in varying_axes(x))
+    have = varying_axes(x)
+    missing = tuple(axis for axis in axes if axis not in have)
     return lax.pcast(x, missing, to="varying") if missing else x

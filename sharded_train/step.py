@@ -143,7 +143,7 @@ class Program:
         return jax.jit(make, out_shardings=shardings, compiler_options=options)(jax.random.key(seed))
 
     @functools.cached_property
-    def train_step(self) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]:
+    def train_step(self) -> jax.stages.Wrapped:
         """(state, batch) -> (next state, metrics); the state's buffers are given up for the next one's."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         replicated = NamedSharding(self.mesh, P())
@@ -266,11 +266,11 @@ class Program:
 
     def _global_norm(self, grads: Tree) -> jax.Array:
         """The norm of the whole gradient, each parameter once: leaves summed over the axes that split them."""
-        squares: dict[frozenset[str], jax.Array] = {}
+        squares: dict[tuple[str, ...], jax.Array] = {}
         for grad in jax.tree.leaves(grads):
             axes = compat.varying_axes(grad)
             squares[axes] = squares.get(axes, jnp.float32(0)) + jnp.sum(grad**2)
-        return jnp.sqrt(sum(lax.psum(s, tuple(axes)) if axes else s for axes, s in squares.items()))
+        return jnp.sqrt(sum(lax.psum(s, axes) if axes else s for axes, s in squares.items()))
 
     # ---- plumbing -------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -74,8 +74,7 @@ class Run:
 def _loop(run: Run, state: TrainState, log: RunLog) -> tuple[TrainState, int, Validation | None]:
     """The state, step and validation at the end. In the turn of `step` k the k-th update is made."""
     recipe, program = run.recipe, run.program
-    jitted = cast(jax.stages.Wrapped, program.train_step)
-    train_step = jitted.lower(program.abstract_state, program.abstract_batch).compile()
+    train_step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
     memory.check(train_step, jax.local_devices()[0], recipe, run.facts)
     run.startup.mark("compile")
     found = None

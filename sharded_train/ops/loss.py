@@ -72,8 +72,7 @@ def _split(x: jax.Array, targets: jax.Array, rows: int) -> tuple[jax.Array, jax.
 
 def _zero(*like: jax.Array) -> jax.Array:
     """A sum to begin with, over everything that varies in `like` but for the vocabulary's parts."""
-    axes = frozenset[str]().union(*map(compat.varying_axes, like))
-    return compat.vary(jnp.float32(0), axes - {"tensor"})
+    return compat.vary(jnp.float32(0), (axis for axis in compat.varying_axes(*like) if axis != "tensor"))
 
 
 def _sums(
@@ -97,7 +96,7 @@ def _sums_and_grads(
         return (objectives + objective, nlls + nll, d_head), product(d_logits, head)
 
     zero = _zero(x, head, targets)
-    d_head = compat.vary(jnp.zeros(head.shape, jnp.float32), compat.varying_axes(zero) | compat.varying_axes(head))
+    d_head = compat.vary(jnp.zeros(head.shape, jnp.float32), compat.varying_axes(zero, head))
     (objective, nll, d_head), d_xs = lax.scan(add, (zero, zero, d_head), _split(x, targets, head.shape[0]))
     return (objective, nll), (d_xs.reshape(-1, x.shape[1])[: x.shape[0]], d_head, head)
 
