@@ -26,8 +26,8 @@ def get_config() -> ConfigDict:
     config.precision = {"recipe": "fp32"}
     config.optimizer = {"type": "adamw"}
     config.schedule = {"learning_rate": 2e-3, "warmup_steps": 20}
-    config.data = {"max_bytes": 16_000_000}
-    config.train = {"num_steps": 200, "global_batch_size": 16, "sequence_length": 256}
-    config.evaluate = {"every": 50, "num_batches": 4}
-    config.checkpoint = {"every": 100}
+    config.data = {"max_bytes": 4_000_000, "validation_fraction": 0.05}
+    config.train = {"num_steps": 150, "global_batch_size": 16, "sequence_length": 256}
+    config.evaluate = {"every": 50}
+    config.checkpoint = {"every": 50}
     return config

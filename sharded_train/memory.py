@@ -27,7 +27,7 @@ def check(compiled: jax.stages.Compiled, device: jax.Device, recipe: Recipe, fac
 
 
 def needed(compiled: jax.stages.Compiled) -> int | None:
-    """Bytes of a device that a compiled function takes: arguments, results that take no argument's place, temporaries."""
+    """Bytes of a device that a compiled function takes: arguments, results beside them, temporaries."""
     memory = compiled.memory_analysis()
     if memory is None:
         return None
@@ -65,7 +65,7 @@ def _advice(recipe: Recipe, sizes: Mapping[str, int], num_devices: int) -> Itera
     train, stage, data = recipe.train, recipe.zero.stage, sizes["data"]
     rows = train.global_batch_size // (data * train.num_microbatches)
     if stage < 3 and data > 1:
-        kind = ("optimizer state", "gradients", "weights")[stage]
+        kind = {0: "optimizer state", 1: "gradients", 2: "weights"}[stage]
         yield f"config.zero.stage={stage + 1}: also splits {kind} over data {data}"
     if recipe.precision.recipe == "fp32":
         yield "config.precision.recipe=bf16: halves weights to multiply with, their gradients and activations"
