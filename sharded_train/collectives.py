@@ -21,6 +21,14 @@ def axis_index(axis: str) -> jax.Array | int:
     return lax.axis_index(axis) if axis_size(axis) > 1 else 0
 
 
+def index_of(axes: tuple[str, ...]) -> jax.Array | int:
+    """This device's place along several axes taken as one, the first outermost."""
+    place: jax.Array | int = 0
+    for axis in axes:
+        place = place * axis_size(axis) + axis_index(axis)
+    return place
+
+
 def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """Local shards -> the whole dim, on every device of the axis."""
     return lax.all_gather(x, axis, axis=dim, tiled=True) if axis_size(axis) > 1 else x

@@ -46,6 +46,7 @@ class Layout:
     data: int = 1
     tensor: int = 1
     zero: Literal[0, 1, 2, 3] = 0
+    group: int | None = None  # data ranks that share one copy of the state
     num_microbatches: int = 1
     remat: Remat = "none"
 
@@ -54,7 +55,8 @@ class Layout:
         return self.data * self.tensor
 
     def __str__(self) -> str:
-        return f"data{self.data}-tensor{self.tensor}-zero{self.zero}-micro{self.num_microbatches}-{self.remat}"
+        group = f"in{self.group}" if self.group else ""
+        return f"data{self.data}-tensor{self.tensor}-zero{self.zero}{group}-micro{self.num_microbatches}-{self.remat}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,7 @@ def program(model: DecoderConfig, layout: Layout, *, recipe: Literal["fp32", "bf
     return build_program(
         model,
         build_mesh(MeshConfig(data=layout.data, tensor=layout.tensor), jax.devices()[: layout.num_devices]),
-        zero=ZeroConfig(layout.zero),
+        zero=ZeroConfig(layout.zero, group_size=layout.group),
         precision=PrecisionConfig(recipe),
         optimizer=SGD(),
         schedule=ScheduleConfig(1.0, final_fraction=1.0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json as jsons
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from sharded_train import assemble, compat
 from sharded_train import workdir as layout
 from sharded_train.checkpoint import Checkpointer
-from sharded_train.collectives import all_max, axis_index
+from sharded_train.collectives import all_max, index_of
 from sharded_train.data.tokenizer import TextTokenizer, load_tokenizer
 from sharded_train.errors import ConfigError
 from sharded_train.models.decode import Cache, advance, empty_cache
@@ -98,13 +99,13 @@ def sample_tokens(
 
     A sample is a function of its number and the seed, not of the mesh.
     """
-    ways = program.mesh.shape["data"]
+    ways = math.prod(program.mesh.shape[axis] for axis in program.row_axes)
     rows = -(-num_samples // ways)
 
     def local(shards: Tree, prompt: jax.Array, key: jax.Array) -> jax.Array:
         return _sample(program, shards, prompt, key, sampling, rows, limit)
 
-    spec = P("data" if ways > 1 else None)
+    spec = P(program.row_axes or None)
     run = jax.jit(jax.shard_map(local, mesh=program.mesh, in_specs=(program.plan.stored, P(), P()), out_specs=spec))
     tokens = run(params, jnp.asarray(prompt, jnp.int32), jax.random.key(sampling.seed))
     whole = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(program.mesh, P()))(tokens)
@@ -118,9 +119,8 @@ def _sample(
     model, names, axes = program.model, program.plan.placements, program.plan.axes
     weights = program.weights(shards)
     outer = {name: program.fetch(weights[name], names[name]) for name in weights if name != "layers"}
-    own = axis_index("data") * rows + jnp.arange(rows)
+    own = index_of(program.row_axes) * rows + jnp.arange(rows)
     keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(own)
-    by_row = [axis for axis in axes if axis == "data"]
 
     def read(tokens: jax.Array, cache: Cache, start: jax.Array | int) -> tuple[jax.Array, Cache]:
         fetch = lambda w: program.fetch(w, names["layers"])
@@ -129,7 +129,7 @@ def _sample(
     def choose(logits: jax.Array, place: jax.Array | int) -> jax.Array:
         pick = lambda key, row: _choose(row[:limit], jax.random.fold_in(key, place), sampling)
         # Equal on all devices of tensor already; the maximum makes it equal by construction.
-        return compat.vary(all_max(jax.vmap(pick)(keys, logits), "tensor"), by_row)
+        return compat.vary(all_max(jax.vmap(pick)(keys, logits), "tensor"), program.row_axes)
 
     def next_token(carry: tuple, place: jax.Array) -> tuple[tuple, jax.Array]:
         token, cache = carry

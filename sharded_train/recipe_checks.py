@@ -22,7 +22,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
         "model.vocab_size model.d_model model.num_layers model.num_heads model.num_kv_heads model.head_dim model.d_ff "
         "model.max_positions model.rope_scaling.original_context schedule.decay_steps "
         "train.num_steps train.global_batch_size train.sequence_length train.num_microbatches evaluate.num_batches "
-        "checkpoint.keep",
+        "checkpoint.keep zero.group_size",
     ),
     "at least 0": (
         lambda x: x >= 0,
@@ -109,6 +109,13 @@ def indivisible(recipe: Recipe, sizes: Mapping[str, int], num_devices: int | Non
             f"model.num_kv_heads = {model.kv_heads} and mesh.tensor = {tensor}: neither divides the other, so the "
             "kv_heads dim of attention's k and v can be neither split over tensor nor stored on equally many devices; "
             f"nearest that work: model.num_kv_heads = {_or(nearest(model.kv_heads, kv))}{also}"
+        )
+    group = recipe.zero.group_size
+    if "data" in sizes and group is not None and group >= 1 and sizes["data"] % group:
+        problems.append(
+            f"zero.group_size = {group} does not divide mesh.data = {sizes['data']}: groups of data ranks that share "
+            "one copy of the state are equally large; nearest that work: zero.group_size = "
+            f"{_or(nearest(group, _divisors(sizes['data'])))}"
         )
     return problems
 

@@ -23,6 +23,9 @@ def _mesh(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
         warnings.append(f"zero.stage = {zero.stage} shards nothing: mesh.data is 1")
     if sizes.get("data") == 1 and zero.reduce_dtype != "float32":
         warnings.append(f"zero.reduce_dtype = {zero.reduce_dtype} changes nothing: mesh.data is 1")
+    if zero.group_size is not None and (zero.stage == 0 or zero.group_size == sizes.get("data")):
+        why = "zero.stage is 0" if zero.stage == 0 else f"it is mesh.data = {zero.group_size}, all of one group already"
+        warnings.append(f"zero.group_size = {zero.group_size} changes nothing: {why}")
     if sizes.get("tensor") == 1 and mesh.allow_tensor_across_hosts:
         warnings.append("mesh.allow_tensor_across_hosts changes nothing: mesh.tensor is 1")
     split = [axis for axis in AXES if sizes.get(axis) != 1]
@@ -34,10 +37,10 @@ def _mesh(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
 def _model(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
     model, tensor, warnings = recipe.model, sizes.get("tensor", 1), []
     if model.vocab_size % tensor:
-        tables = "embedding" if model.tied_embedding else "embedding and head"
+        tables, verb = ("embedding", "is") if model.tied_embedding else ("embedding and head", "are")
         padded = -(-model.vocab_size // tensor) * tensor
         warnings.append(
-            f"model.vocab_size = {model.vocab_size} is no multiple of mesh.tensor = {tensor}: {tables} are "
+            f"model.vocab_size = {model.vocab_size} is no multiple of mesh.tensor = {tensor}: {tables} {verb} "
             f"stored whole over tensor and padded to {padded} inside the step"
         )
     if model.positions == "learned" and model.rope_theta != type(model)().rope_theta:

@@ -10,12 +10,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from sharded_train import compat
 from sharded_train.params import ParamSpec, Tree, tree_map
@@ -23,14 +23,23 @@ from sharded_train.params import ParamSpec, Tree, tree_map
 # The mesh axis that splits a logical one; what is not named here is split by ZeRO alone.
 MESH_AXIS = {"layers": "pipeline", "vocab": "tensor", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor"}
 ZERO_AXES = ("data", "sequence")
+REPLICA = "replica"  # inside the step only: where ZeRO's groups are smaller than data, the axis between them
+
+AnyMesh = TypeVar("AnyMesh", Mesh, AbstractMesh)
 
 
 @dataclasses.dataclass(frozen=True)
 class ZeroConfig:
-    """ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): 1 shards optimizer state, 2 gradients, 3 parameters."""
+    """ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): 1 shards optimizer state, 2 gradients, 3 parameters.
+
+    With a `group_size` that many neighbouring data ranks share one copy of the state, of which each group has one:
+    weights are gathered within a group only, gradients reduce-scattered there and then summed between groups
+    (hybrid sharding; MiCS, Zhang et al. 2022, arXiv:2205.00119).
+    """
 
     stage: Literal[0, 1, 2, 3] = 1
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    group_size: int | None = None  # None: all data ranks are one group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +112,26 @@ def is_placement(x: Any) -> bool:
 def collect(shard: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
     """One stored shard -> the weight whole over ZeRO's axes, marked as varying over every axis of the mesh.
 
-    Linear; its transpose reduce-scatters over ZeRO's axes and sums over those that the leaf is whole over.
+    Linear; its transpose reduce-scatters over ZeRO's axes, then sums the shards over those that the leaf is whole over.
     """
+    shard = compat.vary(shard, axes)
     if placement.zero_dim is not None:
         dim = placement.zero_dim - (len(placement.spec.shape) - shard.ndim)  # layers may have been scanned away
         shard = lax.all_gather(shard, placement.zero_axes, axis=dim, tiled=True)
-    return compat.vary(shard, axes)
+    return shard
+
+
+def split_data(mesh: AnyMesh, group_size: int | None) -> AnyMesh:
+    """The mesh with data split into `replica` (between groups) and `data` (within one), where there are several."""
+    if group_size is None or group_size == mesh.shape["data"]:
+        return mesh
+    names: tuple[str, ...] = tuple(mesh.axis_names)
+    sizes: tuple[int, ...] = tuple(mesh.axis_sizes)
+    at: int = names.index("data")
+    assert sizes[at] % group_size == 0, (sizes[at], group_size)
+    names = (*names[:at], REPLICA, *names[at:])
+    sizes = (*sizes[:at], sizes[at] // group_size, group_size, *sizes[at + 1 :])
+    return Mesh(mesh.devices.reshape(sizes), names) if isinstance(mesh, Mesh) else AbstractMesh(sizes, names)
 
 
 def plan_of(specs: Tree, sizes: Mapping[str, int], zero: ZeroConfig) -> Plan:

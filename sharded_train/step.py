@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharded_train import compat, params
-from sharded_train.collectives import TensorParallel, all_reduce, axis_index
+from sharded_train.collectives import TensorParallel, index_of
 from sharded_train.models import decoder
 from sharded_train.models.stack import Remat, layer_stack, rematerialized
 from sharded_train.ops import attention
@@ -28,9 +28,9 @@ from sharded_train.ops.loss import cross_entropy
 from sharded_train.optimizer import SGD, AdamW, ScheduleConfig, learning_rate, transformation
 from sharded_train.params import Tree
 from sharded_train.precision import PrecisionConfig
-from sharded_train.sharding import Plan, ZeroConfig, plan_of
+from sharded_train.sharding import REPLICA, Plan, ZeroConfig, plan_of, split_data
 
-BATCH_AXES = ("data",)  # mesh axes that different rows lie on
+BATCH_AXES = (REPLICA, "data")  # mesh axes that different rows lie on
 
 Array = Any  # of JAX or NumPy, or the shape of one
 
@@ -119,9 +119,14 @@ class Program:
         return TrainState(place((), jnp.int32, P()), stored, opt_state)
 
     @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The mesh axes that the rows of a batch are split over, of those with several devices."""
+        return tuple(axis for axis in BATCH_AXES if axis in self.plan.axes)
+
+    @property
     def _rows(self) -> P:
         """The spec of a batch; an axis of one device is not named, so that nothing is taken to differ over it."""
-        return P(tuple(axis for axis in BATCH_AXES if axis in self.plan.axes) or None)
+        return P(self.row_axes or None)
 
     @property
     def abstract_batch(self) -> Batch:
@@ -157,7 +162,7 @@ class Program:
             weights = self.weights(shards)
             _, nll = self._sums(weights, batch, self._token_numbers(batch), None)
             bytes_ = jnp.where(batch.targets >= 0, token_bytes[batch.targets], 0).sum()
-            return Loss(_over_rows(nll), _num_targets(batch)), _over_rows(bytes_)
+            return Loss(self._over_rows(nll), self._num_targets(batch)), self._over_rows(bytes_)
 
         return jax.jit(self._on_mesh(local, (self.plan.stored, self._rows, P()), P()))
 
@@ -195,7 +200,7 @@ class Program:
     def _loss_and_grads(self, shards: Tree, batch: Batch, key: jax.Array) -> tuple[Loss, Tree, jax.Array]:
         """Gradients are summed over microbatches in fp32: locally under ZeRO 0 and 1, in their shards under 2 and 3."""
         stage, names = self.plan.zero.stage, self.plan.placements
-        num_tokens = _num_targets(batch)
+        num_tokens = self._num_targets(batch)
         weights = self.weights(shards)
         settle = lambda grads: self.plan.settle(grads, shards, names)
 
@@ -214,7 +219,7 @@ class Program:
             nll, grads = self._accumulated(of, rows, weights if stage <= 1 else shards)
         if stage <= 1:
             grads = settle(grads)
-        return Loss(_over_rows(nll), num_tokens), grads, self._global_norm(grads)
+        return Loss(self._over_rows(nll), num_tokens), grads, self._global_norm(grads)
 
     def _accumulated(self, of: Callable[..., tuple[jax.Array, Tree]], rows: Any, like: Tree) -> tuple[jax.Array, Tree]:
         """The sums of `of` over microbatches, each an equal part of this device's rows; gradients shaped `like`."""
@@ -261,8 +266,15 @@ class Program:
     def _token_numbers(self, batch: Batch) -> jax.Array:
         """A number for each token of the global batch, the same however its rows lie on the mesh."""
         rows, seq = batch.tokens.shape
-        first = axis_index("data") * rows
+        first = index_of(self.row_axes) * rows
         return (first + jnp.arange(rows)[:, None]) * seq + jnp.arange(seq)
+
+    def _over_rows(self, x: jax.Array) -> jax.Array:
+        """The sum, over all devices, of what differs from row to row."""
+        return lax.psum(x, self.row_axes) if self.row_axes else x
+
+    def _num_targets(self, batch: Batch) -> jax.Array:
+        return self._over_rows((batch.targets >= 0).sum())
 
     def _global_norm(self, grads: Tree) -> jax.Array:
         """The norm of the whole gradient, each parameter once: leaves summed over the axes that split them."""
@@ -293,16 +305,6 @@ def build_program(
     train: TrainConfig,
 ) -> Program:
     """The program of a checked recipe on a mesh; nothing is compiled before it is called."""
+    mesh = split_data(mesh, zero.group_size)
     plan = plan_of(decoder.param_specs(model), dict(mesh.shape), zero)
     return Program(model, mesh, plan, precision, optimizer, schedule, train)
-
-
-def _over_rows(x: jax.Array) -> jax.Array:
-    """Sum of what differs from row to row over all devices."""
-    for axis in BATCH_AXES:
-        x = all_reduce(x, axis)
-    return x
-
-
-def _num_targets(batch: Batch) -> jax.Array:
-    return _over_rows((batch.targets >= 0).sum())

@@ -32,6 +32,9 @@ CASES = [
     ("gpt2", Layout(data=2, tensor=4, zero=1, num_microbatches=4)),
     ("gpt2", Layout(data=2, tensor=2, zero=0, num_microbatches=2, remat="full")),
     ("gpt2", Layout(data=8, zero=2)),
+    # groups of ZeRO smaller than data
+    ("llama", Layout(data=4, tensor=2, zero=3, group=2, num_microbatches=2)),
+    ("gpt2", Layout(data=8, zero=1, group=4, num_microbatches=1, remat="full")),
 ]
 
 

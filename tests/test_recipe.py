@@ -265,6 +265,7 @@ def test_a_usual_recipe_has_no_warnings() -> None:
 
 CONFIG_FILES: list[tuple[str, list[int], dict[str, Any]]] = [
     ("quickstart", [8, 4], {}),
+    ("bench_20m", [1, 8], {}),
     (
         "gpt2_124m",
         [8],
@@ -312,3 +313,14 @@ def test_load_tells_of_the_file_and_the_overrides() -> None:
     with pytest.raises(ConfigError, match="momentun: no such option"):
         load(CONFIGS / "quickstart.py", ["--config.optimizer.momentun=1"])
     assert recipes.load(str(CONFIGS / "quickstart.py"), ["--config.train.seed=7"]).train.seed == 7
+
+
+def test_groups_of_zero_divide_data() -> None:
+    grouped = load(CONFIGS / "quickstart.py", ["--config.zero.group_size=2"])
+    check(grouped, 8)
+    assert warnings_of(grouped, 8) == []
+    with pytest.raises(ConfigError, match=r"group_size = 3 does not divide mesh.data = 4.*= 2 or 4"):
+        check(load(CONFIGS / "quickstart.py", ["--config.zero.group_size=3"]), 8)
+    for change in ("--config.zero.stage=0", "--config.zero.group_size=4"):
+        recipe = load(CONFIGS / "quickstart.py", ["--config.zero.group_size=2", change])
+        assert any("zero.group_size" in warning for warning in warnings_of(recipe, 8))
