@@ -1,8 +1,8 @@
 """Settings as nested frozen dataclasses, built from a mapping and the command line; every problem is reported at once.
 
-The annotations are the schema: int, float, bool, str, Literal, tuple, `X | None`, a nested dataclass, or a union of
-dataclasses, of which the key `type` (the class's name in lower case) chooses one. An int is taken for a float; nothing
-else is coerced.
+The annotations are the schema: int, float, bool, str, Literal, tuple, `X | None`, a nested dataclass, a tuple of them
+(on the command line `key.0.option`), or a union of dataclasses, of which the key `type` (the class's name in lower
+case) chooses one. An int is taken for a float; nothing else is coerced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
-from sharded_train.config_values import Mismatch, checked, did_you_mean, groups, read, shown, wanted
+from sharded_train.config_values import Mismatch, checked, did_you_mean, groups, item_groups, read, shown, wanted
 from sharded_train.errors import ConfigError
 
 T = TypeVar("T")
@@ -165,8 +165,8 @@ class _Builder:
     def _option(self, name: str, hint: Any, default: Any, group: Any, texts: dict[str, Any], key: str) -> Any:
         """The value of one option or group: from the command line, else from the file, else the default."""
         key, typed, given = f"{key}.{name}", texts.get(name, _ABSENT), _ABSENT
-        members = groups(hint)
-        if name in group and (members or typed is _ABSENT):
+        members, items = groups(hint), item_groups(hint)
+        if name in group and (members or items or typed is _ABSENT):
             try:
                 given = group[name]
             except RequiredValueError:
@@ -178,6 +178,8 @@ class _Builder:
             return default
         if members:
             return self._nested(members, hint, default, given, typed, key)
+        if items:
+            return self._several(items, default, given, typed, key)
         if isinstance(typed, dict):
             for sub in typed:
                 self.problems.append(f"{key}.{sub}: no such option; {key} is one value, {wanted(hint)}")
@@ -204,6 +206,26 @@ class _Builder:
                 return None
             given = _ABSENT
         return self.group(members, default, given, typed, key)
+
+    def _several(self, members: list[type], default: Any, given: Any, typed: Any, key: str) -> Any:
+        """A tuple of groups; the command line changes them by their numbers, and adds one by the next number."""
+        if typed is not _ABSENT and not isinstance(typed, dict):
+            self.problems.append(f"{key}: a tuple of groups, got {typed!r}; use --{key}.0.OPTION=VALUE")
+            return None
+        if given is not _ABSENT and not isinstance(given, tuple | list):
+            self.problems.append(f"{key}: wanted a tuple of groups of options, got {shown(given)}")
+            return None
+        bases = [_ABSENT] * len(given) if given is not _ABSENT else list(default)
+        values = list(given) if given is not _ABSENT else [_ABSENT] * len(bases)
+        texts = {} if typed is _ABSENT else typed
+        if str(len(bases)) in texts:
+            bases, values = [*bases, _ABSENT], [*values, _ABSENT]
+        for number in [text for text in texts if text not in map(str, range(len(bases)))]:
+            self.problems.append(f"{key}.{number}: there are {len(bases)} of them, numbered from 0")
+        return tuple(
+            self.group(members, base, value, texts.get(str(number), _ABSENT), f"{key}.{number}")
+            for number, (base, value) in enumerate(zip(bases, values, strict=True))
+        )
 
     def _unknown(self, name: str, cls: type, members: list[type], key: str) -> None:
         """Say where an option that does not exist here may have been meant to go."""

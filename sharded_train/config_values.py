@@ -100,6 +100,12 @@ def groups(hint: Any) -> list[type]:
     return [m for m in members if dataclasses.is_dataclass(m) and isinstance(m, type)]
 
 
+def item_groups(hint: Any) -> list[type]:
+    """The dataclasses that a tuple of any length holds: none for a plain value or a group."""
+    arguments = typing.get_args(hint)
+    return groups(arguments[0]) if typing.get_origin(hint) is tuple and arguments[-1] is ... else []
+
+
 def _without_none(hint: Any) -> Any:
     members = [m for m in typing.get_args(hint) if m is not type(None)]
     assert len(members) == 1, f"{hint}: a union of plain values cannot be told apart"
