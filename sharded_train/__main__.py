@@ -51,10 +51,11 @@ def _run(argv: list[str]) -> int:
     return verb.run(args, overrides)
 
 
-def _recipe(args: argparse.Namespace, overrides: list[str]) -> Recipe:
+def _recipe(args: argparse.Namespace, overrides: list[str], *, start: bool = True) -> Recipe:
     """The recipe of --config, else the one that the run in --workdir was started with; then the overrides.
 
-    Checked as far as it can be without devices; JAX is started only after that. The verbs check the rest.
+    Checked as far as it can be without devices; JAX is started only after that, unless `start` says that no device is
+    needed. The verbs check the rest.
     """
     from sharded_train import recipe, workdir
 
@@ -63,7 +64,8 @@ def _recipe(args: argparse.Namespace, overrides: list[str]) -> Recipe:
     else:
         asked = recipe.from_dict(to_dict(workdir.read_recipe(args.workdir)), overrides)
     recipe.check(asked, None)
-    launch.start(args)
+    if start:
+        launch.start(args)
     return asked
 
 
@@ -105,6 +107,13 @@ def _show(args: argparse.Namespace, overrides: list[str]) -> int:
     return show(recipe, cluster=args.cluster, json=args.json)
 
 
+def _data(args: argparse.Namespace, overrides: list[str]) -> int:
+    recipe = _recipe(args, overrides, start=False)
+    from sharded_train.data_verb import data
+
+    return data(recipe, args.workdir, num_workers=args.workers, show=args.show, json=args.json)
+
+
 @dataclasses.dataclass(frozen=True)
 class Verb:
     """One verb of the command. `needs` are its required options; one of several where they are joined by "or"."""
@@ -140,6 +149,12 @@ VERBS = {
         "sharded-train show --config=configs/llama3_8b.py --cluster=1x8",
         ("--config or --workdir",),
         _show,
+    ),
+    "data": Verb(
+        "tokenize a run's text ahead and say what there is; --show=N prints rows as the model sees them",
+        "sharded-train data --config=configs/quickstart.py --workdir=runs/quickstart",
+        ("--config or --workdir",),
+        _data,
     ),
 }
 
@@ -207,6 +222,14 @@ def _own_options(parser: _Parser, verb: str) -> None:
         add("--seed", metavar="N", type=_at_least(int, 0), default=0, help="of the sampling (default 0)")
     if verb == "show":
         add("--cluster", metavar="HOSTSxDEVICES", help="lay out a cluster that is not there, such as 8x8")
+    if verb == "data":
+        add("--show", metavar="N", type=_at_least(int, 1), help="print the rows of the first N samples of training")
+        add(
+            "--workers",
+            metavar="N",
+            type=_at_least(int, 1),
+            help="processes that tokenize (default: one for each core)",
+        )
     if verb != "train":
         add("--json", action="store_true", help="print JSON")
 

@@ -55,6 +55,10 @@ def text_of(recipe: Recipe, workdir: Path, progress: Callable[[str], None]) -> T
             f"train.global_batch_size = {batch} rows, but train.num_steps = {recipe.train.num_steps:,}: "
             "lower num_steps, raise num_epochs, or leave it out for as many as the steps need"
         )
+    if problems := data.train.shortfalls(recipe.train.num_steps * batch):
+        raise ConfigError(
+            [f"{problem}: lower train.num_steps, or change weights or num_epochs" for problem in problems]
+        )
     return data
 
 

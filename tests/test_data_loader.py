@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from itertools import islice
 from typing import Any
 
@@ -11,19 +12,39 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sharded_train.data.loader import Loader, LocalBatches, device_part, local_rows, num_train_steps, validation_batches
-from sharded_train.data.order import train_sample
-from sharded_train.data.rows import KEYS, Row, Rows
+from sharded_train.data.loader import (
+    Loader,
+    LocalBatches,
+    device_part,
+    local_rows,
+    num_train_samples,
+    num_train_steps,
+    slow_loader,
+    validation_batches,
+)
+from sharded_train.data.mixture import Member, Mixture
+from sharded_train.data.rows import KEYS, ArrayStream, Row, Rows
 
 BATCH = (8, 16)
 
 
-@pytest.fixture(scope="module")
-def rows() -> Rows:
-    rng = np.random.default_rng(0)
-    stream = rng.integers(1, 1000, 37 * BATCH[1] - 5).astype(np.uint16)
+def made(num_rows: int, seed: int = 0) -> Rows:
+    rng = np.random.default_rng(seed)
+    stream = rng.integers(1, 1000, num_rows * BATCH[1] - 5).astype(np.uint16)
     stream[::13] = stream[-1] = 0
-    return Rows(stream, BATCH[1], 0)
+    return Rows(ArrayStream(stream), BATCH[1], 0)
+
+
+@pytest.fixture(scope="module")
+def rows() -> Mixture:
+    return Mixture((Member("only", made(37)),))
+
+
+def mixed(*, weighted: bool) -> Mixture:
+    weights = [5.0, 1.0, 2.0] if weighted else [None] * 3
+    epochs = [None, 3, None]
+    members = [Member(str(n), made(20 + 9 * n, n), w, e) for n, (w, e) in enumerate(zip(weights, epochs, strict=True))]
+    return Mixture(tuple(members))
 
 
 def placed(shape: tuple[int, int], *spec: str | tuple[str, ...] | None) -> NamedSharding:
@@ -31,8 +52,8 @@ def placed(shape: tuple[int, int], *spec: str | tuple[str, ...] | None) -> Named
     return NamedSharding(Mesh(devices, ("data", "tensor")), PartitionSpec(*spec))
 
 
-def expected_batch(rows: Rows, seed: int, step: int) -> Row:
-    chosen = [rows[int(row)] for row in train_sample(rows, seed, step * BATCH[0] + np.arange(BATCH[0]))]
+def expected_batch(rows: Mixture, seed: int, step: int) -> Row:
+    chosen = [rows[int(row)] for row in rows.order(seed, step * BATCH[0] + np.arange(BATCH[0]))]
     return {key: np.stack([row[key] for row in chosen]) for key in KEYS}
 
 
@@ -49,7 +70,7 @@ SHARDINGS = {
 @pytest.mark.parametrize(("shape", "spec"), SHARDINGS.values(), ids=SHARDINGS)
 @pytest.mark.parametrize("num_threads", [0, 3])
 def test_batches_do_not_depend_on_the_mesh_or_the_threads(
-    rows: Rows, shape: tuple[int, int], spec: tuple[str, ...], num_threads: int
+    rows: Mixture, shape: tuple[int, int], spec: tuple[str, ...], num_threads: int
 ) -> None:
     sharding = placed(shape, *spec)
     with Loader(rows, batch_shape=BATCH, sharding=sharding, seed=4, num_threads=num_threads) as loader:
@@ -62,7 +83,7 @@ def test_batches_do_not_depend_on_the_mesh_or_the_threads(
 
 
 @pytest.mark.parametrize("start_step", [1, 4, 5, 40])
-def test_restarting_gives_the_batches_of_running_through(rows: Rows, start_step: int) -> None:
+def test_restarting_gives_the_batches_of_running_through(rows: Mixture, start_step: int) -> None:
     sharding = placed((4, 2), "data")
     with Loader(rows, batch_shape=BATCH, sharding=sharding, seed=9, start_step=start_step) as loader:
         for step, batch in enumerate(islice(loader, 3), start_step):
@@ -70,7 +91,7 @@ def test_restarting_gives_the_batches_of_running_through(rows: Rows, start_step:
                 np.testing.assert_array_equal(batch[key], value)
 
 
-def test_epochs_come_to_an_end_with_every_row_seen_as_often(rows: Rows) -> None:
+def test_epochs_come_to_an_end_with_every_row_seen_as_often(rows: Mixture) -> None:
     sharding, num_epochs = placed((8, 1), "data"), 3
     num_steps = num_train_steps(len(rows), BATCH[0], num_epochs)
     assert num_steps == 14  # ceil(3 epochs x 37 rows / 8)
@@ -82,7 +103,7 @@ def test_epochs_come_to_an_end_with_every_row_seen_as_often(rows: Rows) -> None:
     assert held.sum() == num_epochs * len(rows)
     assert held[: held.sum()].all()
     targets = np.concatenate([batch["targets"] for batch in batches])
-    assert (targets >= 0).sum() == num_epochs * rows.num_targets
+    assert (targets >= 0).sum() == num_epochs * rows.members[0].rows.num_places
     assert (targets[~held] == -1).all()
     # The first epoch does not depend on how many there are.
     with Loader(rows, batch_shape=BATCH, sharding=sharding, seed=1, num_epochs=1) as loader:
@@ -90,13 +111,13 @@ def test_epochs_come_to_an_end_with_every_row_seen_as_often(rows: Rows) -> None:
     np.testing.assert_array_equal(first, tokens[: len(rows)])
 
 
-def test_a_loader_that_starts_at_the_end_is_empty(rows: Rows) -> None:
+def test_a_loader_that_starts_at_the_end_is_empty(rows: Mixture) -> None:
     with Loader(rows, batch_shape=BATCH, sharding=placed((1, 1)), seed=1, num_epochs=1, start_step=5) as loader:
         assert list(loader) == []
 
 
-def test_a_batch_larger_than_an_epoch_goes_on_into_the_next(rows: Rows) -> None:
-    few = dataclasses.replace(rows, stream=rows.stream[: 3 * BATCH[1] + 1])
+def test_a_batch_larger_than_an_epoch_goes_on_into_the_next() -> None:
+    few = Mixture((Member("few", made(3)),))
     with Loader(few, batch_shape=BATCH, sharding=placed((1, 1)), seed=1) as loader:
         batch = next(loader)
     np.testing.assert_array_equal(batch["tokens"], expected_batch(few, 1, 0)["tokens"])
@@ -104,7 +125,7 @@ def test_a_batch_larger_than_an_epoch_goes_on_into_the_next(rows: Rows) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
-def test_validation_has_every_row_once_and_then_padding(rows: Rows, num_threads: int) -> None:
+def test_validation_has_every_row_once_and_then_padding(rows: Mixture, num_threads: int) -> None:
     arguments: dict[str, Any] = {"batch_shape": BATCH, "sharding": placed((4, 2), "data"), "num_threads": num_threads}
     with validation_batches(rows, **arguments) as batches:
         values = [jax.device_get(batch) for batch in batches]
@@ -136,7 +157,7 @@ class OneProcess:
 class CountingRows:
     """Rows that note which of them were read."""
 
-    def __init__(self, rows: Rows):
+    def __init__(self, rows: Mixture):
         self.rows = rows
         self.read: list[int] = []
 
@@ -151,7 +172,7 @@ class CountingRows:
     [((8, 1), ("data",)), ((4, 2), ("data",)), ((2, 4), ("data",)), ((4, 2), ("tensor",)), ((1, 8), ())],
 )
 def test_processes_read_only_their_rows_and_together_the_same_batch(
-    rows: Rows, num_processes: int, shape: tuple[int, int], spec: tuple[str, ...]
+    rows: Mixture, num_processes: int, shape: tuple[int, int], spec: tuple[str, ...]
 ) -> None:
     step = 3
     expected = expected_batch(rows, 2, step)
@@ -162,7 +183,7 @@ def test_processes_read_only_their_rows_and_together_the_same_batch(
         counting = CountingRows(rows)
         source = LocalBatches(
             counting,  # type: ignore[arg-type]
-            lambda samples: train_sample(rows, 2, samples),
+            lambda samples: rows.order(2, samples),
             places,
             BATCH[0],
             range(step, step + 1),
@@ -184,16 +205,72 @@ def test_processes_read_only_their_rows_and_together_the_same_batch(
     assert seen == set(range(BATCH[0]))
 
 
-class UnreadableRows(Rows):
-    """Rows on a disk that fails."""
+class BadDisk:
+    """A stream on a disk that fails."""
 
-    def __getitem__(self, index: int) -> Row:
-        raise OSError(f"row {index} cannot be read")
+    def __len__(self) -> int:
+        return 1000
+
+    def read(self, start: int, stop: int) -> Any:
+        raise OSError(f"place {start} cannot be read")
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
-def test_an_error_while_reading_reaches_the_loop(rows: Rows, num_threads: int) -> None:
-    unreadable = UnreadableRows(rows.stream, rows.sequence_length, rows.end_of_text)
+def test_an_error_while_reading_reaches_the_loop(num_threads: int) -> None:
+    unreadable = Mixture((Member("only", Rows(BadDisk(), BATCH[1], 0)),))
     arguments: dict[str, Any] = {"batch_shape": BATCH, "sharding": placed((1, 1)), "num_threads": num_threads}
-    with Loader(unreadable, seed=0, **arguments) as loader, pytest.raises(OSError, match=r"row \d+ cannot be read"):
+    with Loader(unreadable, seed=0, **arguments) as loader, pytest.raises(OSError, match=r"place \d+ cannot be read"):
         next(loader)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("start_step", [0, 3])
+def test_mixtures_are_the_same_for_any_mesh_threads_and_start(weighted: bool, start_step: int) -> None:
+    rows = mixed(weighted=weighted)
+    for shape, num_threads in (((1, 1), 0), ((4, 2), 3)):
+        arguments: dict[str, Any] = {"batch_shape": BATCH, "sharding": placed(shape, "data"), "seed": 7}
+        with Loader(rows, **arguments, num_threads=num_threads, start_step=start_step) as loader:
+            for step, batch in enumerate(islice(loader, 6), start_step):
+                np.testing.assert_array_equal(batch["tokens"], expected_batch(rows, 7, step)["tokens"])
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_a_mixture_ends_when_a_source_may_not_be_gone_through_again(weighted: bool) -> None:
+    rows = mixed(weighted=weighted)
+    num_samples = num_train_samples(rows)
+    assert num_samples == rows.num_samples
+    with Loader(rows, batch_shape=BATCH, sharding=placed((1, 1)), seed=0) as loader:
+        batches = [jax.device_get(batch) for batch in loader]
+    held = np.concatenate([batch["segments"] for batch in batches])[:, 0] > 0
+    assert held.sum() == num_samples
+    assert len(batches) == -(-num_samples // BATCH[0])
+
+
+class SlowDisk(ArrayStream):
+    """A stream of which every read takes a while."""
+
+    def read(self, start: int, stop: int) -> Any:
+        time.sleep(0.01)
+        return super().read(start, stop)
+
+
+@pytest.mark.parametrize(("num_threads", "least", "most"), [(0, 0.3, 9.0), (4, 0.0, 0.2)])
+def test_waiting_is_measured_and_overlapped(num_threads: int, least: float, most: float) -> None:
+    fast = made(37)
+    rows = Mixture((Member("slow", dataclasses.replace(fast, stream=SlowDisk(fast.stream.tokens))),))  # type: ignore
+    arguments: dict[str, Any] = {"batch_shape": BATCH, "sharding": placed((1, 1)), "num_threads": num_threads}
+    with Loader(rows, seed=0, **arguments) as loader:
+        next(loader)  # nothing can be read ahead of it
+        before = loader.seconds_waited
+        for _ in range(4):  # a batch takes 0.08 seconds of reading
+            time.sleep(0.15)
+            next(loader)
+        assert least <= loader.seconds_waited - before <= most
+
+
+def test_a_slow_loader_is_told_of_only_when_it_is() -> None:
+    assert slow_loader(0.04, 1.0, 2) is None
+    words = slow_loader(3.0, 10.0, 2)
+    assert words is not None
+    assert "30% of the time" in words
+    assert "read_threads (now 2)" in words

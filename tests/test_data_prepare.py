@@ -7,21 +7,23 @@ import gzip
 import json
 import math
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from sharded_train.data.baselines import baselines
 from sharded_train.data.cache import cached_file
 from sharded_train.data.config import DataConfig
-from sharded_train.data.corpus import PIECE_CHARACTERS, collect, split
+from sharded_train.data.corpus import collect
+from sharded_train.data.mixture import Mixture
 from sharded_train.data.prepare import TextData, prepare
-from sharded_train.data.rows import Rows, write_stream
-from sharded_train.data.tokenizer import TextTokenizer, load_tokenizer, trained_tokenizer
+from sharded_train.data.records import PIECE_CHARACTERS, Reading, read_records
+from sharded_train.data.rows import ArrayStream, Rows
+from sharded_train.data.scan import FileScan, documents_of, scan_file
+from sharded_train.data.tokenizer import TextTokenizer, trained_tokenizer
 from sharded_train.errors import ConfigError
 
 TEXTS = [f"# text {n}\ndef f{n}(x):\n    return x + {n} * {'abc' * (n % 7)!r}\n" * (1 + n % 5) for n in range(40)]
@@ -40,12 +42,14 @@ def corpus_dir(tmp_path: Path) -> Path:
     return folder
 
 
-def prepared(folder: Path, cache: Path, seed: int = 0, sequence_length: int = 32, **changes: Any) -> TextData:
+def prepared(
+    folder: Path, cache: Path, seed: int = 0, sequence_length: int = 32, vocab_size: int = 300, **changes: Any
+) -> TextData:
     said: list[str] = changes.pop("said", [])
     config = dataclasses.replace(DataConfig(files=(f"{folder}/*.txt",), validation_fraction=0.2), **changes)
     return prepare(
         config,
-        vocab_size=changes.pop("vocab_size", 300),
+        vocab_size=vocab_size,
         sequence_length=sequence_length,
         seed=seed,
         cache_dir=cache,
@@ -53,7 +57,7 @@ def prepared(folder: Path, cache: Path, seed: int = 0, sequence_length: int = 32
     )
 
 
-def texts_of(rows: Rows, tokenizer: TextTokenizer) -> list[str]:
+def texts_of(rows: Mixture, tokenizer: TextTokenizer) -> list[str]:
     """The documents that the rows predict, put together again from the targets."""
     targets = np.concatenate([rows[index]["targets"] for index in range(len(rows))])
     ends = np.flatnonzero(targets == tokenizer.end_of_text)
@@ -80,7 +84,8 @@ def test_standard_library_is_the_default_and_is_in_the_fingerprint(tmp_path: Pat
     assert "standard library of Python 3." in data.description["source"]
     assert 200_000 <= data.description["num_bytes"] < 500_000
     assert prepare(config, cache_dir=tmp_path, **arguments).fingerprint == data.fingerprint
-    paths = {str(document.path) for document in collect(DataConfig(max_bytes=3_000_000), quiet).documents}
+    (source,) = collect(DataConfig(max_bytes=3_000_000), tmp_path, quiet).sources
+    paths = {str(path) for path, _ in source.parts}
     assert not [path for path in paths if "site-packages" in path or "/test" in path or not path.endswith(".py")]
 
 
@@ -102,30 +107,37 @@ def test_fingerprint_follows_contents_and_settings_but_not_paths(corpus_dir: Pat
     assert len({first, *others}) == 6
 
 
-def test_split_keeps_duplicates_together_and_documents_on_their_side(corpus_dir: Path) -> None:
-    config = DataConfig(files=(f"{corpus_dir}/*.txt",))
-    train, validation = split(collect(config, quiet), 0.3, quiet)
+def test_split_keeps_duplicates_together_and_documents_on_their_side(corpus_dir: Path, tmp_path: Path) -> None:
+    def sides() -> tuple[set[str], set[str]]:
+        data = prepared(corpus_dir, tmp_path / "cache", validation_fraction=0.3)
+        train, validation = (texts_of(rows, data.tokenizer) for rows in (data.train, data.validation))
+        assert len(train) + len(validation) == len(list(corpus_dir.iterdir()))
+        return set(train), set(validation)
+
+    train, validation = sides()
     assert len(train) + len(validation) == len(TEXTS)
     for number, text in enumerate(TEXTS):
         (corpus_dir / f"again_{number}.txt").write_bytes(text.encode())
     (corpus_dir / "new.txt").write_text("a new one\n")
-    more_train, more_validation = split(collect(config, quiet), 0.3, quiet)
-    assert {document.sha256 for document in more_train} >= {document.sha256 for document in train}
-    assert {document.sha256 for document in more_validation} >= {document.sha256 for document in validation}
-    assert not {d.sha256 for d in more_train} & {d.sha256 for d in more_validation}
+    more_train, more_validation = sides()
+    assert more_train >= train
+    assert more_validation >= validation
+    assert not more_train & more_validation
 
 
-@pytest.mark.parametrize(("fraction", "num_validation"), [(1e-9, 1), (1 - 1e-9, 2)])
+@pytest.mark.parametrize(("fraction", "empty", "num_validation"), [(1e-9, "validation", 1), (1 - 1e-9, "training", 2)])
 def test_split_of_a_few_documents_leaves_no_side_empty_and_says_so(
-    tmp_path: Path, fraction: float, num_validation: int
+    tmp_path: Path, fraction: float, empty: str, num_validation: int
 ) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
     for name in ("a", "b", "c"):
-        (tmp_path / f"{name}.txt").write_text(name)
+        (folder / f"{name}.txt").write_text(name)
     said: list[str] = []
-    corpus = collect(DataConfig(files=(f"{tmp_path}/*.txt",)), quiet)
-    train, validation = split(corpus, fraction, said.append)
-    assert (len(train), len(validation)) == (3 - num_validation, num_validation)
-    assert f"{3 - num_validation} for training, {num_validation} for validation" in said[0]
+    data = prepared(folder, tmp_path / "cache", validation_fraction=fraction, said=said)
+    counts = [data.description[side]["num_documents"] for side in ("train", "validation")]
+    assert counts == [3 - num_validation, num_validation]
+    assert f"of 3 documents leaves {empty} empty" in said[0]
 
 
 def test_pieces_are_the_text(tmp_path: Path) -> None:
@@ -138,22 +150,43 @@ def test_pieces_are_the_text(tmp_path: Path) -> None:
     ]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_bytes(text.encode())
-    documents = collect(DataConfig(files=(f"{tmp_path}/*.txt",)), quiet).documents
-    assert {"".join(document.pieces()) for document in documents} == set(texts)
-    assert max(len(piece) for document in documents for piece in document.pieces()) <= 2 * PIECE_CHARACTERS
-    tokenizer = trained_tokenizer(documents, 257, tmp_path, quiet)
-    write_stream(tmp_path / "stream", documents, tokenizer)
-    rows = Rows.open(tmp_path / "stream", sequence_length=1000, tokenizer=tokenizer)
-    assert sorted(texts_of(rows, tokenizer)) == sorted(texts)
+        pieces = [piece for record in read_records(tmp_path / f"{number}.txt", TEXT) for piece in record.pieces]
+        assert "".join(pieces) == text
+        assert max(len(piece) for piece in pieces) <= 2 * PIECE_CHARACTERS
+    data = prepared(tmp_path, tmp_path / "cache", vocab_size=257, sequence_length=1000, validation_fraction=0.5)
+    found = [*texts_of(data.train, data.tokenizer), *texts_of(data.validation, data.tokenizer)]
+    assert sorted(found) == sorted(texts)
+
+
+TEXT = Reading("text", "text", None)
 
 
 def test_a_file_that_changes_under_our_hands_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("before")
-    (document,) = collect(DataConfig(files=(str(path),)), quiet).documents
+    (part,) = scan_file(path, TEXT).parts
     path.write_text("after!")
     with pytest.raises(ConfigError, match=r"a\.txt changed while it was being read"):
-        list(document.pieces())
+        [list(document.pieces) for document in documents_of(path, TEXT, part)]
+
+
+def test_a_changed_file_is_read_again_and_no_other(
+    corpus_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared(corpus_dir, tmp_path / "cache")
+    (corpus_dir / "7.txt").write_text("quite another text\n")
+    (corpus_dir / "8.txt").touch()
+    read: list[str] = []
+
+    def noting(path: Path, *rest: Any) -> FileScan:
+        read.append(path.name)
+        return scan_file(path, *rest)
+
+    monkeypatch.setattr("sharded_train.data.corpus.scan_file", noting)
+    data = prepared(corpus_dir, tmp_path / "cache")
+    assert read == ["7.txt", "8.txt"]
+    both = [*texts_of(data.train, data.tokenizer), *texts_of(data.validation, data.tokenizer)]
+    assert "quite another text\n" in both
 
 
 def test_bad_files_are_refused_in_words_and_nothing_is_written(tmp_path: Path) -> None:
@@ -163,7 +196,7 @@ def test_bad_files_are_refused_in_words_and_nothing_is_written(tmp_path: Path) -
         prepared(folder, cache, files=(f"{folder}/*.txt", f"{folder}/*.md"))
     assert [("matches no file" in problem) for problem in error.value.problems] == [True, True]
     (folder / "empty.txt").write_bytes(b"")
-    with pytest.raises(ConfigError, match="no text in 1 files, 1 of them empty"):
+    with pytest.raises(ConfigError, match="no text in files: 1 files, all of them empty"):
         prepared(folder, cache)
     (folder / "one.txt").write_text("one")
     (folder / "same.txt").write_text("one")
@@ -173,8 +206,12 @@ def test_bad_files_are_refused_in_words_and_nothing_is_written(tmp_path: Path) -
     (folder / "three.txt").write_bytes("tr\u00e9s".encode()[:3])
     with pytest.raises(ConfigError) as error:
         prepared(folder, cache)
-    assert "not readable UTF-8" in error.value.problems[0]
-    assert [Path(problem.split(": ")[0]).name for problem in error.value.problems[1:]] == ["three.txt", "two.txt"]
+    assert "cannot be read" in error.value.problems[0]
+    assert [Path(problem.split(", line 1, byte ")[0]).name for problem in error.value.problems[1:]] == [
+        "three.txt",
+        "two.txt",
+    ]
+    assert ["not UTF-8" in problem for problem in error.value.problems] == [False, True, True]
     assert not cache.exists()
 
 
@@ -197,13 +234,18 @@ def test_bad_settings_are_refused_together() -> None:
     assert DataConfig().problems() == []
 
 
-def test_max_bytes_stops_by_path(corpus_dir: Path) -> None:
+def test_max_bytes_stops_by_path(corpus_dir: Path, tmp_path: Path) -> None:
     config = DataConfig(files=(f"{corpus_dir}/*.txt",))
-    every = sorted(collect(config, quiet).documents, key=lambda document: document.path)
-    some = collect(dataclasses.replace(config, max_bytes=700), quiet).documents
-    assert {document.path for document in some} == {document.path for document in every[: len(some)]}
-    sizes = [document.num_bytes for document in every[: len(some)]]
-    assert sum(sizes[:-1]) < 700 <= sum(sizes)
+
+    def sizes(config: DataConfig) -> dict[Path, int]:
+        (source,) = collect(config, tmp_path, quiet).sources
+        return {path: part.num_bytes for path, part in source.parts}
+
+    every = sorted(sizes(config))
+    for _ in range(2):  # read, and found in the notes
+        some = sizes(dataclasses.replace(config, max_bytes=700))
+        assert sorted(some) == every[: len(some)]
+        assert sum(some.values()) - some[max(some)] < 700 <= sum(some.values())
 
 
 def test_cache_is_used_checked_and_mended(corpus_dir: Path, tmp_path: Path) -> None:
@@ -211,13 +253,14 @@ def test_cache_is_used_checked_and_mended(corpus_dir: Path, tmp_path: Path) -> N
     said: list[str] = []
     first = prepared(corpus_dir, cache, said=said)
     bits = first.baselines()
-    assert sum("training a tokenizer" in line or "tokenizing" in line for line in said) == 3
+    assert sum("training a tokenizer" in line or "tokenizing" in line for line in said) == 2
     contents = {path.name: path.read_bytes() for path in cache.iterdir()}
-    assert len(contents) == 8  # tokenizer, two streams, baselines, each with its checksum
+    # Tokenizer and baselines with their checksums; a shard's note, hashes and two streams; what is in the files.
+    assert len(contents) == 9
     said.clear()
     assert prepared(corpus_dir, cache, said=said).baselines() == bits
     assert said == []
-    for path in sorted(cache.glob("*[!6]")):
+    for path in sorted(path for path in cache.iterdir() if not path.name.endswith((".sha256", ".jsonl"))):
         damaged = bytearray(path.read_bytes())
         damaged[len(damaged) // 2] ^= 1
         for harm in (bytes(damaged), bytes(damaged[:-1]), b""):
@@ -225,7 +268,8 @@ def test_cache_is_used_checked_and_mended(corpus_dir: Path, tmp_path: Path) -> N
             said.clear()
             again = prepared(corpus_dir, cache, said=said)
             assert (again.fingerprint, again.baselines()) == (first.fingerprint, bits)
-            assert f"{path} is damaged" in said[0]
+            assert "damaged" in said[0]
+            assert path.name.split(".")[0] in said[0]
             assert {file.name: file.read_bytes() for file in cache.iterdir()} == contents
 
 
@@ -241,7 +285,7 @@ def test_many_may_prepare_one_directory_at_once(corpus_dir: Path, tmp_path: Path
         thread.join()
     assert len(results) == 4
     assert len(set(results)) == 1
-    assert len(list((tmp_path / "cache").iterdir())) == 6
+    assert len(list((tmp_path / "cache").iterdir())) == 7
 
 
 def test_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -256,120 +300,38 @@ def test_config_cache_dir_wins(corpus_dir: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "unused").exists()
 
 
-def saved(path: Path, backend: tokenizers.Tokenizer) -> Path:
-    backend.save(str(path))
-    return path
-
-
-def byte_level(*specials: str, vocab_size: int = 270) -> tokenizers.Tokenizer:
-    backend = tokenizers.Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(specials), initial_alphabet=alphabet)
-    backend.train_from_iterator(["one and two and three"] * 3, trainer)
-    return backend
-
-
-def test_given_tokenizer_is_used_as_it_is_but_for_what_would_lose_text(tmp_path: Path) -> None:
-    backend = byte_level("<|begin|>", "<|endoftext|>")
-    backend.enable_truncation(4)
-    backend.enable_padding(length=9)
-    backend.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
-    backend.add_tokens(["<tool>"])
-    tokenizer = load_tokenizer(saved(tmp_path / "tokenizer.json", backend), 300, quiet)
-    assert tokenizer.end_of_text == 1
-    text = "one <|endoftext|> and <tool> tw\u00f6 <|begin|>\r\n\t"
-    tokens = tokenizer.encode(text)
-    assert not {0, 1} & set(tokens)
-    assert len(tokenizer.encode("o")) == 1
-    assert tokenizer.decode([0, *tokens, 1, 299]) == text
-    assert tokenizer.token_bytes[tokens].sum() == len(text.encode())
-    assert tokenizer.token_bytes[[0, 1]].tolist() == [0, 0]
-    assert tokenizer.token_bytes.dtype == np.int32
-    assert len(tokenizer.token_bytes) == tokenizer.vocab_size == backend.get_vocab_size()
-
-
-def test_end_of_text_that_is_not_marked_special_is_special_all_the_same(tmp_path: Path) -> None:
-    backend = byte_level()
-    backend.add_tokens(["<|endoftext|>"])
-    tokenizer = load_tokenizer(saved(tmp_path / "tokenizer.json", backend), 300, quiet)
-    assert tokenizer.end_of_text not in tokenizer.encode("a<|endoftext|>b")
-    assert tokenizer.decode([tokenizer.end_of_text]) == ""
-
-
-def test_unusable_tokenizers_are_refused_in_words(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a readable"):
-        load_tokenizer(path, 300, quiet)
-    path.write_text('{"model": 3}')
-    with pytest.raises(ConfigError, match=r"tokenizer\.json is not a readable"):
-        load_tokenizer(path, 300, quiet)
-    with pytest.raises(ConfigError, match=r"no token for the end of a text.*its added tokens are <odd>"):
-        load_tokenizer(saved(path, byte_level("<odd>")), 300, quiet)
-    size = byte_level("<|endoftext|>").get_vocab_size()
-    with pytest.raises(ConfigError, match=rf"has {size} tokens, more than model\.vocab_size = {size - 1}\."):
-        load_tokenizer(saved(path, byte_level("<|endoftext|>")), size - 1, quiet)
-    words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "<|endoftext|>": 1}, unk_token="a"))
-    with pytest.raises(ConfigError, match="not a byte-level tokenizer"):
-        load_tokenizer(saved(path, words), 300, quiet)
-    with pytest.raises(ConfigError, match=r"model\.vocab_size = 256 is too small.* = 257 tokens"):
-        trained_tokenizer([], 256, tmp_path, quiet)
-
-
-def test_tokenizer_that_alters_text_is_said(tmp_path: Path) -> None:
-    backend = byte_level("</s>")
-    backend.normalizer = tokenizers.normalizers.Lowercase()
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    said: list[str] = []
-    load_tokenizer(saved(tmp_path / "tokenizer.json", backend), 300, said.append)
-    assert "alters text" in said[0]
-
-
-def test_the_smallest_vocabulary_is_the_bytes(corpus_dir: Path, tmp_path: Path) -> None:
-    documents = collect(DataConfig(files=(f"{corpus_dir}/*.txt",)), quiet).documents
-    tokenizer = trained_tokenizer(documents, 257, tmp_path, quiet)
-    assert tokenizer.vocab_size == 257
-    assert sorted(tokenizer.token_text) == [b"", *sorted(bytes([byte]) for byte in range(256))]
-
-
-def test_a_tokenizer_sees_a_sample_of_a_document_longer_than_everything(tmp_path: Path) -> None:
-    vocabularies = []
-    for name in ("early", "later"):
-        path = tmp_path / f"{name}.txt"
-        path.write_text("some words and words\n" * 50_000 + f"{name} " * 10_000)
-        documents = collect(DataConfig(files=(str(path),)), quiet).documents
-        vocabularies.append(trained_tokenizer(documents, 270, tmp_path / name, quiet).token_text)
-    assert b" words" in vocabularies[0]
-    assert vocabularies[0] == vocabularies[1]
-
-
 def test_baselines_by_hand(tmp_path: Path) -> None:
-    for name, text in {"1": "ab", "2": "ab", "3": "abc"}.items():
-        (tmp_path / f"{name}.txt").write_text(text)
-    documents = {d.path.name: d for d in collect(DataConfig(files=(f"{tmp_path}/*.txt",)), quiet).documents}
-    tokenizer = trained_tokenizer(list(documents.values()), 258, tmp_path, quiet)
+    tokenizer = trained_tokenizer(lambda _: iter(["ab", "ab", "abc"]), "", 258, tmp_path, quiet)
     assert b"ab" in tokenizer.token_text
 
-    def rows(*names: str) -> Rows:
-        path = tmp_path / "-".join(names)
-        write_stream(path, [documents[f"{name}.txt"] for name in names], tokenizer)
-        return Rows.open(path, sequence_length=8, tokenizer=tokenizer)
+    def rows(texts: Iterable[str], mask: str = "") -> list[Rows]:
+        end = tokenizer.end_of_text
+        stream = [
+            token
+            for text in texts
+            for token in (end, *(t | 1 << 15 for t in tokenizer.encode(mask)), *tokenizer.encode(text))
+        ]
+        return [Rows(ArrayStream(np.array([*stream, end], np.uint16)), 8, end, 1 << 15)]
 
     # Training: start -> a, a -> b, b -> end, twice each. Validation: start a b c end. One is added to all 257 counts.
     bits = [(2 + 1) / (2 + 257), (2 + 1) / (2 + 257), (0 + 1) / (2 + 257), (0 + 1) / (0 + 257)]
-    result = baselines(rows("1", "2"), rows("3"), tokenizer)
+    result = baselines(rows(["ab", "ab"]), rows(["abc"]), tokenizer)
     assert result["byte_bigram_bits_per_byte"] == pytest.approx(-sum(map(math.log2, bits)) / len("abc"), rel=1e-12)
     assert result["gzip_bits_per_byte"] == 8 * len(gzip.compress(b"abc", 9)) / len("abc")
+    # A prompt is known, not predicted.
+    result = baselines(rows(["ab", "ab"]), rows(["c"], mask="ab"), tokenizer)
+    assert result["byte_bigram_bits_per_byte"] == pytest.approx(-sum(map(math.log2, bits[2:])) / len("c"), rel=1e-12)
+    assert result["gzip_bits_per_byte"] == 8 * len(gzip.compress(b"c", 9)) / len("c")
 
 
 def test_baselines_do_not_depend_on_the_parts_they_are_worked_out_in(
     corpus_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = prepared(corpus_dir, tmp_path / "cache")
-    whole = baselines(data.train, data.validation, data.tokenizer)
+    train, validation = ([member.rows for member in side.members] for side in (data.train, data.validation))
+    whole = baselines(train, validation, data.tokenizer)
     text = "".join(texts_of(data.validation, data.tokenizer)).encode()
     assert whole["gzip_bits_per_byte"] == 8 * len(gzip.compress(text, 9)) / len(text)
-    monkeypatch.setattr("sharded_train.data.baselines._TOKENS_AT_ONCE", 100)
+    monkeypatch.setattr("sharded_train.data.rows._TOKENS_AT_ONCE", 100)
     monkeypatch.setattr("sharded_train.data.baselines._TRAIN_PARTS", 10**6)
-    assert baselines(data.train, data.validation, data.tokenizer) == pytest.approx(whole, rel=1e-12)
+    assert baselines(train, validation, data.tokenizer) == pytest.approx(whole, rel=1e-12)

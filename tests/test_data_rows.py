@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from sharded_train.data.order import shuffled, train_sample
-from sharded_train.data.rows import KEYS, Rows
+from sharded_train.data.rows import KEYS, ArrayStream, Rows, aligned_starts
 
 END = 0
 
 
 def packed(documents: list[list[int]], sequence_length: int) -> Rows:
     stream = [token for document in documents for token in (END, *document)] + [END]
-    return Rows(np.array(stream, np.uint16), sequence_length, END)
+    return Rows(ArrayStream(np.array(stream, np.uint16)), sequence_length, END)
 
 
 def random_documents(seed: int, num_documents: int, longest: int) -> list[list[int]]:
@@ -56,7 +59,7 @@ def test_every_token_is_predicted_once_and_in_its_own_document(
         assert row["positions"][:size].tolist() == [place - numbers.index(n) for place, n in enumerate(numbers)]
         for key, fill in {"tokens": END, "targets": -1, "segments": 0, "positions": 0}.items():
             assert (row[key][size:] == fill).all()
-    assert seen == len(expected) == rows.num_targets == sum(len(document) + 1 for document in documents)
+    assert seen == len(expected) == rows.num_places == sum(len(document) + 1 for document in documents)
 
 
 def test_only_the_last_row_is_padded_and_there_is_none_beyond_it() -> None:
@@ -118,3 +121,46 @@ def test_no_epoch_of_a_seed_is_an_epoch_of_the_next() -> None:
 def test_a_sample_does_not_depend_on_the_others_asked_for() -> None:
     together = train_sample(range(37), 5, np.arange(200))
     assert [int(train_sample(range(37), 5, sample)) for sample in range(200)] == together.tolist()
+
+
+def test_streams_of_a_weighted_mixture_have_orders_of_their_own() -> None:
+    orders = {
+        tuple(train_sample(range(50), seed, np.arange(50), stream).tolist()) for seed in (0, 1) for stream in range(4)
+    }
+    assert len(orders) == 8
+
+
+MASK = 1 << 15
+
+
+@pytest.mark.parametrize("sequence_length", [1, 4, 7, 16, 64])
+def test_rows_of_prompts_cut_no_document_that_fits(sequence_length: int) -> None:
+    rng = np.random.default_rng(5)
+    documents = [
+        [int(token) | (MASK if place < size // 3 else 0) for place, token in enumerate(rng.integers(1, 50, size))]
+        for size in rng.integers(1, 25, 60)
+    ]
+    rows = dataclasses.replace(packed(documents, sequence_length), mask_bit=MASK)
+    rows = dataclasses.replace(rows, starts=np.array(list(aligned_starts(rows)), np.int64))
+    spans = [rows.span(index) for index in range(len(rows))]
+    assert spans[0][0] == 0
+    assert [stop for _, stop in spans[:-1]] == [start for start, _ in spans[1:]]
+    assert spans[-1][1] == rows.num_places
+    assert all(0 < stop - start <= sequence_length for start, stop in spans)
+    # No row could have held the document that the next one begins with, and only what is too long is cut.
+    begins = np.cumsum([0] + [1 + len(document) for document in documents]).tolist()
+    for (start, stop), (_, next_stop) in pairwise(spans):
+        if stop in begins:
+            following = begins[begins.index(stop) + 1]
+            assert following - start > sequence_length
+        else:
+            document = next(begin for begin in reversed(begins) if begin <= stop)
+            assert begins[begins.index(document) + 1] - document > sequence_length
+            assert next_stop > stop
+    predicted = [int(t) for index in range(len(rows)) for t in rows[index]["targets"] if t >= 0]
+    wanted = [token for document in documents for token in (*(t for t in document if not t & MASK), END)]
+    assert predicted == wanted
+    tokens = [
+        int(t) for index in range(len(rows)) for t in rows[index]["tokens"][: rows.span(index)[1] - rows.span(index)[0]]
+    ]
+    assert tokens == [t & ~MASK for document in documents for t in (END, *document)]

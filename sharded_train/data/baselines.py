@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -21,33 +21,39 @@ _TRAIN_PARTS = 64  # at most, of _TOKENS_AT_ONCE each: plenty for 257 x 257 coun
 _GZIP_WINDOW = 31  # zlib's number for a window of 32 KiB in a gzip frame
 
 
-def baselines(train: Rows, validation: Rows, tokenizer: TextTokenizer) -> dict[str, float]:
+def baselines(train: Sequence[Rows], validation: Sequence[Rows], tokenizer: TextTokenizer) -> dict[str, float]:
     """Bits per byte of the validation text by a byte-bigram model of the training text and by gzip -9.
 
-    The bigram model predicts what our model does: every byte of every document and its end, knowing where it
-    begins. gzip is given all documents as one text, in the order of the rows, and is not charged for where they
-    end.
+    The bigram model predicts what our model does: every byte of every document and its end, but those of prompts,
+    knowing where it begins. gzip is given all that is predicted as one text, in the order of the rows, and is not
+    charged for where documents end.
     """
     counts = np.zeros((NUM_SYMBOLS, NUM_SYMBOLS), np.int64)
-    for symbols in islice(_symbols(train, tokenizer), _TRAIN_PARTS):
-        counts += bigram_counts(symbols)
+    for rows in train:
+        for symbols, _ in islice(_symbols(rows, tokenizer), max(1, _TRAIN_PARTS // len(train))):
+            counts += bigram_counts(symbols)
     cost = bigram_bits(counts)
     bigram_sum, num_bytes, gzip_bytes = 0.0, 0, 0
     packer = zlib.compressobj(9, zlib.DEFLATED, _GZIP_WINDOW)
-    for symbols in _symbols(validation, tokenizer):
-        bigram_sum += float(cost[symbols[:-1], symbols[1:]].sum())
-        text = symbols[1:][symbols[1:] < NUM_BYTES].astype(np.uint8).tobytes()
-        num_bytes += len(text)
-        gzip_bytes += len(packer.compress(text))
+    for rows in validation:
+        for symbols, is_target in _symbols(rows, tokenizer):
+            bigram_sum += float(cost[symbols[:-1], symbols[1:]][is_target[1:]].sum())
+            text = symbols[1:][is_target[1:] & (symbols[1:] < NUM_BYTES)].astype(np.uint8).tobytes()
+            num_bytes += len(text)
+            gzip_bytes += len(packer.compress(text))
     gzip_bytes += len(packer.flush())
     return {
-        "byte_bigram_bits_per_byte": bigram_sum / num_bytes,
-        "gzip_bits_per_byte": 8 * gzip_bytes / num_bytes,
+        "byte_bigram_bits_per_byte": bigram_sum / max(1, num_bytes),
+        "gzip_bits_per_byte": 8 * gzip_bytes / max(1, num_bytes),
     }
 
 
 def cached_baselines(
-    path: Path, train: Rows, validation: Rows, tokenizer: TextTokenizer, progress: Callable[[str], None]
+    path: Path,
+    train: Sequence[Rows],
+    validation: Sequence[Rows],
+    tokenizer: TextTokenizer,
+    progress: Callable[[str], None],
 ) -> dict[str, float]:
     """`baselines`, kept in a JSON file."""
 
@@ -70,13 +76,19 @@ def bigram_bits(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     return np.log2(counts.sum(axis=1, keepdims=True) + NUM_SYMBOLS) - np.log2(counts + 1)
 
 
-def _symbols(rows: Rows, tokenizer: TextTokenizer) -> Iterator[npt.NDArray[np.int64]]:
-    """The stream's bytes, and NUM_BYTES for end of text, in parts; each begins with the last symbol before it."""
+def _symbols(rows: Rows, tokenizer: TextTokenizer) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]]:
+    """The stream's bytes, and NUM_BYTES for end of text, in parts, and which of them are predicted.
+
+    Each part begins with the last symbol before it.
+    """
     texts = [np.frombuffer(text, np.uint8).astype(np.uint16).tobytes() for text in tokenizer.token_text]
     texts[tokenizer.end_of_text] = np.array([NUM_BYTES], np.uint16).tobytes()
-    last = np.array([], np.int64)
-    for start in range(0, len(rows.stream), _TOKENS_AT_ONCE):
-        part = b"".join([texts[token] for token in rows.stream[start : start + _TOKENS_AT_ONCE].tolist()])
+    sizes = np.array([len(text) // 2 for text in texts])
+    last, last_is_target = np.array([], np.int64), np.array([], bool)
+    for stored in rows.chunks():
+        tokens = stored.astype(np.int64) & ~rows.mask_bit
+        part = b"".join([texts[token] for token in tokens.tolist()])
         symbols = np.concatenate([last, np.frombuffer(part, np.uint16).astype(np.int64)])
-        yield symbols
-        last = symbols[-1:]
+        is_target = np.concatenate([last_is_target, np.repeat(stored & rows.mask_bit == 0, sizes[tokens])])
+        yield symbols, is_target
+        last, last_is_target = symbols[-1:], is_target[-1:]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from sharded_train.errors import ConfigError
 
@@ -17,34 +19,47 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def cached_file(path: Path, build: Callable[[Path], None], progress: Callable[[str], None]) -> str:
-    """Make `path` hold what `build` writes to the path it is given, and return the SHA-256 of the contents.
+def digest(*parts: Any) -> str:
+    """Hex SHA-256 of values, by their JSON."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    Name `path` after everything its contents follow from. Beside it lies `path.sha256`; a file that differs from
-    its checksum is built again, and `progress` is told. Any number of processes may do this to one directory at a
-    time: each writes a temporary file of its own and renames it, and as all write the same bytes it does not matter
-    who is last.
+
+def write_whole(path: Path, build: Callable[[Path], object]) -> None:
+    """Make `path` hold what `build` writes to the path it is given; until all of it is there, nothing is.
+
+    Any number of processes may do this to one path at a time: each writes a temporary file of its own and renames it.
     """
-    checksum = path.with_name(path.name + ".sha256")
-    if path.exists():
-        digest = file_sha256(path)
-        if checksum.exists() and checksum.read_text().split()[:1] == [digest]:
-            return digest
-        progress(f"{path} is damaged (its contents differ from {checksum.name}): building it again")
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    note = temporary.with_suffix(".note")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             build(temporary)
-            digest = file_sha256(temporary)
-            # The checksum goes first: wherever the contents can be seen, it can be seen too.
-            note.write_text(f"{digest}  {path.name}\n")
-            os.replace(note, checksum)
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-            note.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"data: cannot write {path}: {error}. Give data.cache_dir a directory with room") from error
-    return digest
+
+
+def cached_file(path: Path, build: Callable[[Path], None], progress: Callable[[str], None]) -> str:
+    """Make `path` hold what `build` writes to the path it is given, and return the SHA-256 of the contents.
+
+    Name `path` after everything its contents follow from. Beside it lies `path.sha256`; a file that differs from
+    its checksum is built again, and `progress` is told. Any number of processes may do this at a time: as all write
+    the same bytes it does not matter who is last.
+    """
+    checksum = path.with_name(path.name + ".sha256")
+    if path.exists():
+        found = file_sha256(path)
+        if checksum.exists() and checksum.read_text().split()[:1] == [found]:
+            return found
+        progress(f"{path} is damaged (its contents differ from {checksum.name}): building it again")
+
+    def build_with_checksum(temporary: Path) -> None:
+        build(temporary)
+        # The checksum goes first: wherever the contents can be seen, it can be seen too.
+        text = f"{file_sha256(temporary)}  {path.name}\n"
+        write_whole(checksum, lambda note: note.write_text(text))
+
+    write_whole(path, build_with_checksum)
+    return checksum.read_text().split()[0]

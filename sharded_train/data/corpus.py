@@ -1,143 +1,211 @@
-"""Documents: which files they are, what is in them, and which of them are kept for validation."""
+"""Which files there are, what is in them, and which of their documents are kept for validation."""
 
 from __future__ import annotations
 
-import codecs
+import contextlib
 import dataclasses
 import glob
-import hashlib
+import json
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from sharded_train.data.config import DataConfig
+from sharded_train.data.cache import digest, write_whole
+from sharded_train.data.config import DataConfig, Source
+from sharded_train.data.parallel import Advance, each
+from sharded_train.data.records import BadText, Reading
+from sharded_train.data.scan import FileScan, Part, not_readable, scan_file
 from sharded_train.errors import ConfigError
 
-PIECE_CHARACTERS = 1 << 14  # documents are worked through in pieces of about this length, cut at line ends
-_READ_BYTES = 1 << 20
+Progress = Callable[[str], None]
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"}
+_HASH_DIGITS = 16  # of a document's hash decide which side it is on
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class Document:
-    """A file of text, known by its contents; documents sort by the hash of them, wherever they lie."""
+@dataclasses.dataclass(frozen=True)
+class SourceFiles:
+    """A source with what is in its files, ordered by their contents: no path, disk or machine has a say in it."""
 
-    sha256: str
-    num_bytes: int
-    path: Path = dataclasses.field(compare=False)
+    source: Source
+    reading: Reading
+    scans: tuple[FileScan, ...]
+    num_empty: int  # files without text, left out
+    num_undecodable: int  # files of the standard library that are not UTF-8, left out
 
-    def pieces(self) -> Iterator[str]:
-        """The text in pieces that end where a line does (unless a line is longer than a piece), in constant memory."""
-        digest = hashlib.sha256()
-        with self.path.open(encoding="utf-8", newline="") as file:
-            while piece := file.read(PIECE_CHARACTERS):
-                if not piece.endswith("\n"):
-                    piece += file.readline(PIECE_CHARACTERS)
-                digest.update(piece.encode())
-                yield piece
-        if digest.hexdigest() != self.sha256:
-            raise ConfigError(f"data: {self.path} changed while it was being read; start again when it is at rest")
+    @property
+    def name(self) -> str:
+        assert self.source.name is not None
+        return self.source.name
+
+    @property
+    def parts(self) -> list[tuple[Path, Part]]:
+        return [(Path(scan.path), part) for scan in self.scans for part in scan.parts]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(scan.num_bytes for scan in self.scans)
+
+    @property
+    def num_documents(self) -> int:
+        return sum(part.num_documents for _, part in self.parts)
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """All documents, sorted by the hash of their contents: an order that no path, disk or machine has a say in."""
+    """All sources. A document is for validation when its hash is below `border`."""
 
-    source: str
-    documents: tuple[Document, ...]
-    num_empty: int  # files without a byte, left out
-    num_undecodable: int  # files of the standard library that are not UTF-8, left out
+    sources: tuple[SourceFiles, ...]
+    border: str
+
+    @property
+    def words(self) -> str:
+        """What the text is."""
+        if any(source.source.files for source in self.sources):
+            return "files" if len(self.sources) == 1 else f"{len(self.sources)} sources"
+        return f"standard library of Python {platform.python_version()}"
 
 
-def collect(config: DataConfig, progress: Callable[[str], None]) -> Corpus:
-    """Read through the files that the config asks for, hash them and sort them.
+def collect(config: DataConfig, folder: Path, progress: Progress, *, num_workers: int = 1) -> Corpus:
+    """Read through all files that the config asks for; those that `folder` has notes of and that look as they did then
+    are not read again.
 
-    Raises ConfigError, listing the files, for globs without a match, files that cannot be read or are not UTF-8,
-    and when no text is left.
+    Raises ConfigError, listing the files, for globs without a match, files that cannot be read as what they are,
+    and when there is no text, or too little of it to be split.
     """
-    paths = _matches(config.files) if config.files else _standard_library()
-    documents: list[Document] = []
-    empty: list[Path] = []
-    undecodable: list[str] = []
-    num_bytes = 0
-    for path in paths:
-        if config.max_bytes is not None and num_bytes >= config.max_bytes:
+    sources = config.all_sources()
+    unmatched = [pattern for source in sources for pattern in source.files if not _match(pattern)]
+    if unmatched:
+        raise ConfigError([f"data: {pattern!r} matches no file (in {Path.cwd()})" for pattern in unmatched])
+    notes: dict[Path, list[FileScan]] = {}
+    is_good = False
+    try:
+        read = [_read_source(source, folder, notes, progress, num_workers) for source in sources]
+        if problems := [problem for _, of_source in read for problem in of_source]:
+            raise not_readable(problems)
+        found = tuple(files for files, _ in read)
+        corpus = Corpus(found, _border(found, config.validation_fraction, progress))
+        is_good = True
+    finally:
+        if is_good or folder.exists():  # nothing is made for text that cannot be used, but what is read is kept
+            for path, scans in notes.items():
+                _note(path, scans)
+    return corpus
+
+
+def _read_source(
+    source: Source, folder: Path, notes: dict[Path, list[FileScan]], progress: Progress, num_workers: int
+) -> tuple[SourceFiles, list[str]]:
+    """What is in a source, to be noted in `notes`, and what is wrong with its files."""
+    reading, lenient = Reading.of(source), not source.files
+    paths = _matches(source.files) if source.files else _standard_library()
+    path = folder / f"scan-{digest(dataclasses.astuple(reading), source.files, source.max_bytes)[:16]}.jsonl"
+    results = _scan_files(paths, source.max_bytes, _noted(path), reading, progress, num_workers)
+    notes[path] = scans = [result for result in results if isinstance(result, FileScan)]
+    problems = [result for result in results if isinstance(result, str)]
+    if problems and lenient:
+        progress(f"data: left out {len(problems)} files of the standard library that are not readable UTF-8")
+    if empty := [scan.path for scan in scans if not scan.parts]:
+        progress(f"data: left out {len(empty)} empty files: {', '.join(listed(empty))}")
+    if num_empty := sum(scan.num_empty for scan in scans if scan.parts):
+        progress(f"data: left out {num_empty:,} empty documents of {source.name}")
+    by_contents = sorted((scan for scan in scans if scan.parts), key=lambda scan: [part.digest for part in scan.parts])
+    files = SourceFiles(source, reading, tuple(by_contents), len(empty), len(problems) if lenient else 0)
+    refused = [] if lenient else problems
+    if not refused and not by_contents:
+        refused = [f"no text in {source.name}: {len(empty)} files, all of them empty. Give it globs of text"]
+    return files, refused
+
+
+def _scan_files(
+    paths: Sequence[Path],
+    max_bytes: int | None,
+    noted: Mapping[str, FileScan],
+    reading: Reading,
+    progress: Progress,
+    num_workers: int,
+) -> list[FileScan | str]:
+    """What is in each file, or what is wrong with it; as many files, in this order, as hold `max_bytes`."""
+
+    def known(path: Path, max_bytes: int | None) -> FileScan | None:
+        scan = noted.get(str(path))
+        return scan if scan and scan.is_of(path, max_bytes) else None
+
+    if max_bytes is None:
+        found: dict[Path, FileScan | str] = {path: scan for path in paths if (scan := known(path, None))}
+        jobs = [(path, None) for path in paths if path not in found]
+        if num_workers > 1 and jobs:
+            progress(f"data: reading through {len(jobs):,} files")
+        found |= each(partial(_scan, reading), jobs, num_workers=num_workers, advance=lambda _: None)
+        return [found[path] for path in paths]
+    results: list[FileScan | str] = []
+    for path in paths:  # how far a file is read depends on those before it
+        result = known(path, max_bytes) or _scan(reading, (path, max_bytes), lambda _: None)[1]
+        results.append(result)
+        max_bytes -= result.num_bytes if isinstance(result, FileScan) else 0
+        if max_bytes <= 0:
             break
-        try:
-            document = _examine(path)
-        except (OSError, UnicodeDecodeError) as error:
-            undecodable.append(f"{path}: {error}")
-            continue
-        if document.num_bytes:
-            documents.append(document)
-            num_bytes += document.num_bytes
-        else:
-            empty.append(path)
-    if undecodable and config.files:
-        raise ConfigError(["data.files: these are not readable UTF-8 text:", *_listed(undecodable)])
-    if undecodable:
-        progress(f"data: left out {len(undecodable)} files of the standard library that are not readable UTF-8")
-    if empty and config.files:
-        progress(f"data: left out {len(empty)} empty files: {', '.join(_listed(empty))}")
-    if not documents:
-        raise ConfigError(
-            f"data: no text in {len(paths)} files, {len(empty)} of them empty. Give data.files globs of text"
-        )
-    source = "files" if config.files else f"standard library of Python {platform.python_version()}"
-    return Corpus(source, tuple(sorted(documents)), len(empty), len(undecodable))
+    return results
 
 
-def split(
-    corpus: Corpus, validation_fraction: float, progress: Callable[[str], None]
-) -> tuple[Sequence[Document], Sequence[Document]]:
-    """Training and validation documents: a document is for validation when its hash, as a fraction of all, is small.
+def _scan(reading: Reading, job: tuple[Path, int | None], _: Advance) -> tuple[Path, FileScan | str]:
+    path, max_bytes = job
+    try:
+        return path, scan_file(path, reading, max_bytes)
+    except BadText as error:
+        return path, str(error)
+
+
+def _noted(path: Path) -> dict[str, FileScan]:
+    """What was found in files before, by their paths; a note that cannot be read is none."""
+    noted = {}
+    with contextlib.suppress(OSError, ValueError, TypeError), path.open(encoding="utf-8") as file:
+        for line in file:
+            scan = FileScan.from_json(json.loads(line))
+            noted[scan.path] = scan
+    return noted
+
+
+def _note(path: Path, scans: Sequence[FileScan]) -> None:
+    """Keep what was found in files, a line of JSON each; what is kept already is not written again."""
+    if list(_noted(path).values()) != list(scans):
+        lines = [json.dumps(dataclasses.asdict(scan)) + "\n" for scan in scans]
+        write_whole(path, lambda temporary: temporary.write_text("".join(lines), encoding="utf-8"))
+
+
+def _border(sources: Sequence[SourceFiles], validation_fraction: float, progress: Progress) -> str:
+    """What the hashes of the documents for validation are below: the fraction, as a fraction of all hashes.
 
     So duplicates fall on one side, and a document stays on its side when others are added. Where this leaves a side
     empty, the document nearest to the border crosses over, and `progress` is told; one document alone cannot be
     split.
     """
-    documents = corpus.documents
-    count = sum(int(document.sha256[:16], 16) < validation_fraction * 2**64 for document in documents)
-    hashes = [document.sha256 for document in documents]
-    border_if_none, border_if_all = hashes.count(hashes[0]), hashes.index(hashes[-1])
-    if border_if_none == len(documents):
+    parts = [part for source in sources for _, part in source.parts]
+    low, high = min(part.low for part in parts), max(part.high for part in parts)
+    if low == high:
         raise ConfigError(
-            f"data: {len(documents)} documents with 1 distinct text cannot be split into training and validation, "
-            "which takes at least 2. Give data.files more files, or cut a large one in parts"
+            f"data: {sum(part.num_documents for part in parts)} documents with 1 distinct text cannot be split into "
+            "training and validation, which takes at least 2. Give data.files more files, or cut a large one in parts"
         )
-    if count in (0, len(documents)):
-        count = border_if_none if count == 0 else border_if_all
-        progress(
-            f"data: validation_fraction = {validation_fraction} of {len(documents)} documents leaves one side empty: "
-            f"{len(documents) - count} for training, {count} for validation"
-        )
-    return documents[count:], documents[:count]
-
-
-def _examine(path: Path) -> Document:
-    digest, decoder, num_bytes = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            decoder.decode(block)
-            digest.update(block)
-            num_bytes += len(block)
-    decoder.decode(b"", final=True)
-    return Document(digest.hexdigest(), num_bytes, path)
+    border = f"{int(validation_fraction * 16**_HASH_DIGITS):0{_HASH_DIGITS}x}"
+    if low < border <= high:
+        return border
+    side, one = ("validation", low + "0") if low >= border else ("training", high)  # what is below low + "0" is low
+    progress(
+        f"data: validation_fraction = {validation_fraction} of {sum(part.num_documents for part in parts):,} documents "
+        f"leaves {side} empty: it gets the one document that is nearest"
+    )
+    return one
 
 
 def _matches(patterns: Sequence[str]) -> list[Path]:
-    found: set[Path] = set()
-    problems = []
-    for pattern in patterns:
-        files = [path for path in map(Path, glob.glob(os.path.expanduser(pattern), recursive=True)) if path.is_file()]
-        if not files:
-            problems.append(f"data.files: {pattern!r} matches no file (in {Path.cwd()})")
-        found.update(files)
-    if problems:
-        raise ConfigError(problems)
-    return sorted(found)
+    return sorted({path for pattern in patterns for path in _match(pattern)})
+
+
+def _match(pattern: str) -> list[Path]:
+    return [path for path in map(Path, glob.glob(os.path.expanduser(pattern), recursive=True)) if path.is_file()]
 
 
 def _standard_library() -> list[Path]:
@@ -153,6 +221,7 @@ def _standard_library() -> list[Path]:
     return sorted(path for path in found if path.is_file())
 
 
-def _listed(things: Iterable[object], limit: int = 10) -> list[str]:
+def listed(things: Iterable[object], limit: int = 10) -> list[str]:
+    """The things in words, the first of them if they are many."""
     words = [str(thing) for thing in things]
     return words[:limit] + ([f"and {len(words) - limit} more"] if len(words) > limit else [])

@@ -1,9 +1,14 @@
-"""Rows to global batches: each process reads the rows that its devices hold, a few steps ahead, in Grain's threads."""
+"""Rows to global batches: each process reads the rows that its devices hold, a few steps ahead, in Grain's threads.
+
+The batch of the next step is on the devices before it is asked for, as far as the threads keep up; for how long they
+did not is measured.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import grain
@@ -11,11 +16,18 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from sharded_train.data.order import train_sample
-from sharded_train.data.rows import KEYS, Row, Rows
+from sharded_train.data.mixture import Mixture
+from sharded_train.data.rows import KEYS, Row
 
 IntArray = npt.NDArray[np.int64]
 _STEPS_AHEAD = 2  # per thread
+_SLOW = 0.05  # of the time spent waiting is worth a word
+
+
+def num_train_samples(rows: Mixture, num_epochs: int | None = None) -> int:
+    """How many samples there are for training: so many epochs, and what the sources allow. Without either, no end."""
+    epochs = sys.maxsize if num_epochs is None else num_epochs * rows.epoch_size
+    return min(epochs, sys.maxsize if rows.num_samples is None else rows.num_samples)
 
 
 def num_train_steps(num_rows: int, global_batch_size: int, num_epochs: int | None) -> int:
@@ -48,7 +60,7 @@ class LocalBatches:
     `order` tells for global samples (step * batch size + place in the batch) which rows they are, -1 for none.
     """
 
-    rows: Rows
+    rows: Mixture
     order: Callable[[IntArray], IntArray]
     places: IntArray  # in the global batch, of the rows to read
     batch_size: int
@@ -63,12 +75,25 @@ class LocalBatches:
         return {key: np.stack([row[key] for row in read]) for key in KEYS}
 
 
+def slow_loader(seconds_waited: float, seconds: float, read_threads: int) -> str | None:
+    """What to say when steps waited for their batches in a noticeable part of the time; None when they did not."""
+    if seconds_waited <= _SLOW * seconds:
+        return None
+    return (
+        f"the loader is the bottleneck: steps waited for their batches {seconds_waited / seconds:.0%} of the time; "
+        f"raise data.read_threads (now {read_threads}), or put data.cache_dir on a faster disk"
+    )
+
+
 class Batches(Iterator[dict[str, jax.Array]]):
-    """Global batches, dicts of int32 arrays [batch_shape] placed by `sharding`. Close it after use."""
+    """Global batches, dicts of int32 arrays [batch_shape] placed by `sharding`. Close it after use.
+
+    `seconds_waited` is how long `next` has taken so far, all calls together.
+    """
 
     def __init__(
         self,
-        rows: Rows,
+        rows: Mixture,
         order: Callable[[IntArray], IntArray],
         *,
         batch_shape: tuple[int, int],
@@ -81,21 +106,31 @@ class Batches(Iterator[dict[str, jax.Array]]):
         self._places = local_rows(sharding, batch_shape)
         source = LocalBatches(rows, order, self._places, batch_shape[0], steps)
         options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=_STEPS_AHEAD * num_threads)
-        self._local = iter(grain.MapDataset.source(source).to_iter_dataset(options))
+        batches = grain.MapDataset.source(source).to_iter_dataset(options).map(self._place)
+        if num_threads:
+            batches = grain.experimental.ThreadPrefetchIterDataset(batches, prefetch_buffer_size=1)
+        self._batches = iter(batches)
+        self.seconds_waited = 0.0
 
     def __next__(self) -> dict[str, jax.Array]:
-        local = next(self._local)
-        return {key: self._global_array(local[key]) for key in KEYS}
+        start = time.perf_counter()
+        try:
+            return next(self._batches)
+        finally:
+            self.seconds_waited += time.perf_counter() - start
 
     def close(self) -> None:
         """Stop reading ahead."""
-        self._local.close()
+        self._batches.close()
 
     def __enter__(self) -> Batches:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _place(self, local: Row) -> dict[str, jax.Array]:
+        return {key: self._global_array(local[key]) for key in KEYS}
 
     def _global_array(self, local: npt.NDArray[np.int32]) -> jax.Array:
         def shard(index: tuple[slice, ...] | None) -> npt.NDArray[np.int32]:
@@ -108,15 +143,15 @@ class Batches(Iterator[dict[str, jax.Array]]):
 class Loader(Batches):
     """The training batches of steps start_step, start_step + 1, ...
 
-    Place b of the batch of step s holds the training sample s * batch_shape[0] + b (see `train_sample`): batches do
-    not depend on the mesh, on the number of processes, or on where a run was resumed. With `num_epochs` they come
-    to an end, after `num_train_steps`, and the last of them is filled up with empty rows. Each process has a loader
-    of its own, all with the same arguments.
+    Place b of the batch of step s holds the training sample s * batch_shape[0] + b (see `Mixture.order`): batches do
+    not depend on the mesh, on the number of processes, or on where a run was resumed. With `num_epochs`, or when a
+    source may not be gone through more often, they come to an end, and the last of them is filled up with empty rows.
+    Each process has a loader of its own, all with the same arguments.
     """
 
     def __init__(
         self,
-        rows: Rows,
+        rows: Mixture,
         *,
         batch_shape: tuple[int, int],
         sharding: jax.sharding.Sharding,
@@ -125,17 +160,17 @@ class Loader(Batches):
         num_threads: int = 2,
         num_epochs: int | None = None,
     ):
-        num_samples = sys.maxsize if num_epochs is None else num_epochs * len(rows)
+        num_samples = num_train_samples(rows, num_epochs)
 
         def order(samples: IntArray) -> IntArray:
-            return np.where(samples < num_samples, train_sample(rows, seed, samples), -1)
+            return np.where(samples < num_samples, rows.order(seed, samples), -1)
 
-        steps = range(start_step, num_train_steps(len(rows), batch_shape[0], num_epochs))
+        steps = range(start_step, -(-num_samples // batch_shape[0]))
         super().__init__(rows, order, batch_shape=batch_shape, sharding=sharding, steps=steps, num_threads=num_threads)
 
 
 def validation_batches(
-    rows: Rows,
+    rows: Mixture,
     *,
     batch_shape: tuple[int, int],
     sharding: jax.sharding.Sharding,

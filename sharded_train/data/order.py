@@ -31,13 +31,17 @@ def shuffled(index: npt.ArrayLike, length: int, key: npt.ArrayLike) -> npt.NDArr
     return value.astype(np.int64).reshape(index.shape)
 
 
-def train_sample(rows: Sized, seed: int, sample: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """The row that the global training sample of this number is: a pure function of (seed, sample).
+def train_sample(rows: Sized, seed: int, sample: npt.ArrayLike, stream: int = 0) -> npt.NDArray[np.int64]:
+    """The row that the training sample of this number is: a pure function of (seed, stream, sample).
 
-    Every epoch, `len(rows)` samples, holds every row once, in an order that is a pure function of (seed, epoch).
+    Every epoch, `len(rows)` samples, holds every row once, in an order that is a pure function of (seed, stream,
+    epoch). Each source of a weighted mixture has a stream of its own.
     """
     epoch, index = np.divmod(np.asarray(sample, np.int64), len(rows))
-    epoch_key = _mix(_mix(np.array([seed % 2**64], np.uint64)) + np.atleast_1d(epoch).astype(np.uint64) * _GOLDEN)
+    key = _mix(np.array([seed % 2**64], np.uint64))
+    if stream:
+        key = _mix(key ^ _mix(_mix(np.array([stream], np.uint64)) + _GOLDEN))
+    epoch_key = _mix(key + np.atleast_1d(epoch).astype(np.uint64) * _GOLDEN)
     return shuffled(index, len(rows), epoch_key.reshape(epoch.shape))
 
 

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sharded_train.data.baselines import cached_baselines
-from sharded_train.data.cache import cached_file
+from sharded_train.data.cache import cached_file, digest
 from sharded_train.data.config import DataConfig
-from sharded_train.data.corpus import Corpus, Document, collect, split
-from sharded_train.data.rows import PACKING, Rows, write_stream
+from sharded_train.data.corpus import Corpus, SourceFiles, collect
+from sharded_train.data.mixture import PERIOD, Member, Mixture
+from sharded_train.data.parallel import Advance, each
+from sharded_train.data.rows import PACKING, Rows, aligned_starts
+from sharded_train.data.scan import documents_of
+from sharded_train.data.shards import SIDES, Shard, ShardStream, mask_bit, note_of, plan, token_dtype, write_shard
 from sharded_train.data.tokenizer import TextTokenizer, load_tokenizer, trained_tokenizer
 from sharded_train.errors import ConfigError
 
 Progress = Callable[[str], None]
+Notes = dict[str, dict[str, Any]]  # of shards, by their keys
+_VERIFIED_BYTES = 1 << 28  # of text: at most so much is compared with its checksums at every start
+_TELL_EVERY = 15.0  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,97 +35,249 @@ class TextData:
 
     `fingerprint` is equal where the samples of every step are. `description` says in JSON's terms what the text is;
     `baselines()` gives `byte_bigram_bits_per_byte` and `gzip_bits_per_byte` of the validation text, worked out when
-    first asked for.
+    first asked for. `shards` are the files it lies in, by source.
     """
 
     tokenizer: TextTokenizer
-    train: Rows
-    validation: Rows
+    train: Mixture
+    validation: Mixture
     fingerprint: str
     description: dict[str, Any]
     baselines: Callable[[], dict[str, float]]
+    shards: dict[str, list[Shard]]
+    notes: Notes
 
 
 def prepare(
-    config: DataConfig, *, vocab_size: int, sequence_length: int, seed: int, cache_dir: Path, progress: Progress
+    config: DataConfig,
+    *,
+    vocab_size: int,
+    sequence_length: int,
+    seed: int,
+    cache_dir: Path,
+    progress: Progress,
+    num_workers: int = 1,
+    meter: Callable[[int, int], None] | None = None,
+    verify: bool = False,
 ) -> TextData:
     """Collect, split, tokenize and pack the text that `config` describes.
 
-    What is built lies in `config.cache_dir`, else in `cache_dir`, and is found there the next time. Any number of
-    processes may call this on one directory at the same time. Nothing is written before the settings and the files
-    are found good; ConfigError says what is wrong with them.
+    What is built lies in `config.cache_dir`, else in `cache_dir`, and is found there the next time; what was begun is
+    gone on with. Any number of processes may call this on one directory at the same time. Nothing is written before
+    the settings and the files are found good; ConfigError says what is wrong with them.
+
+    `meter` is told how many bytes of text are tokenized, of how many; `verify` compares all that is there with its
+    checksums, however much that is.
     """
     if problems := config.problems():
         raise ConfigError(problems)
     folder = Path(config.cache_dir).expanduser() if config.cache_dir is not None else cache_dir
-    corpus = collect(config, progress)
-    train, validation = split(corpus, config.validation_fraction, progress)
-    if config.tokenizer is None:
-        tokenizer = trained_tokenizer(train, vocab_size, folder, progress)
-    else:
-        tokenizer = load_tokenizer(Path(config.tokenizer).expanduser(), vocab_size, progress)
-
-    def rows(name: str, documents: Sequence[Document]) -> tuple[Rows, str]:
-        key = _digest(PACKING, tokenizer.sha256, [document.sha256 for document in documents])
-        path = folder / f"{name}-{key[:16]}.tokens"
-
-        def build(temporary: Path) -> None:
-            num_bytes = sum(document.num_bytes for document in documents)
-            progress(f"data: tokenizing {len(documents)} documents for {name}, {num_bytes / 1e6:.1f} MB")
-            write_stream(temporary, documents, tokenizer)
-
-        digest = cached_file(path, build, progress)
-        return Rows.open(path, sequence_length=sequence_length, tokenizer=tokenizer), digest
-
-    train_rows, train_digest = rows("train", train)
-    validation_rows, validation_digest = rows("validation", validation)
-    streams = [train_digest, validation_digest]
+    corpus = collect(config, folder, progress, num_workers=num_workers)
+    tokenizer = _tokenizer(config, corpus, vocab_size, folder, progress)
+    shards = {source.name: plan(source, corpus, tokenizer, folder) for source in corpus.sources}
+    every = [shard for of_source in shards.values() for shard in of_source]
+    verify = verify or sum(shard.num_bytes for shard in every) <= _VERIFIED_BYTES
+    notes = _build(every, tokenizer, progress, num_workers, meter, verify)
+    sides = {side: _mixture(side, corpus, shards, notes, tokenizer, sequence_length, progress) for side in SIDES}
+    train, validation = sides["train"], sides["validation"]
+    _check(train, corpus)
+    streams = [[notes[shard.key]["files"] for shard in of_source] for of_source in shards.values()]
     return TextData(
         tokenizer=tokenizer,
-        train=train_rows,
-        validation=validation_rows,
-        fingerprint=_digest(
-            PACKING, corpus.source, tokenizer.sha256, streams, sequence_length, seed, config.validation_fraction
+        train=train,
+        validation=validation,
+        fingerprint=digest(
+            PACKING,
+            corpus.words,
+            tokenizer.sha256,
+            streams,
+            [[source.weight, source.num_epochs] for source in config.all_sources()],
+            [source.reading.prompt is not None for source in corpus.sources],
+            sequence_length,
+            seed,
+            config.validation_fraction,
         ),
-        description={
-            **_describe(corpus),
-            "files": list(config.files),
-            "max_bytes": config.max_bytes,
-            "tokenizer": config.tokenizer or "trained here",
-            "tokenizer_size": tokenizer.vocab_size,
-            "train": _describe_side(train, train_rows),
-            "validation": _describe_side(validation, validation_rows),
-        },
+        description=_describe(config, corpus, tokenizer, shards, notes, train, validation),
         baselines=partial(
             cached_baselines,
-            folder / f"baselines-{_digest(tokenizer.sha256, streams)[:16]}.json",
-            train_rows,
-            validation_rows,
+            folder / f"baselines-{digest(tokenizer.sha256, streams)[:16]}.json",
+            [member.rows for member in train.members],
+            [member.rows for member in validation.members],
             tokenizer,
             progress,
         ),
+        shards=shards,
+        notes=notes,
     )
 
 
-def _describe(corpus: Corpus) -> dict[str, Any]:
-    return {
-        "source": corpus.source,
-        "num_documents": len(corpus.documents),
-        "num_duplicates": len(corpus.documents) - len({document.sha256 for document in corpus.documents}),
-        "num_bytes": sum(document.num_bytes for document in corpus.documents),
-        "num_empty_files": corpus.num_empty,
-        "num_undecodable_files": corpus.num_undecodable,
+def _tokenizer(config: DataConfig, corpus: Corpus, vocab_size: int, folder: Path, progress: Progress) -> TextTokenizer:
+    if config.tokenizer is not None:
+        return load_tokenizer(config.tokenizer, vocab_size, progress)
+    key = digest(corpus.border, [[part.digest for _, part in source.parts] for source in corpus.sources])
+    return trained_tokenizer(partial(_sample, corpus), key, vocab_size, folder, progress)
+
+
+def _sample(corpus: Corpus, num_bytes: int) -> Iterator[str]:
+    """About so many bytes of the training text, of each source by its weight, else by its size."""
+    sizes = [source.source.weight or source.num_bytes for source in corpus.sources]
+    for source, size in zip(corpus.sources, sizes, strict=True):
+        yield from _first(source, corpus.border, round(num_bytes * size / sum(sizes)))
+
+
+def _first(source: SourceFiles, border: str, num_bytes: int) -> Iterator[str]:
+    """The first of a source's training text, in pieces: one document may be larger than any sample."""
+    for path, part in source.parts:
+        for document in documents_of(path, source.reading, part):
+            if document.sha256 < border:
+                _ = [None for _ in document.pieces]
+                continue
+            for piece in (document.prompt, *document.pieces) if document.prompt else document.pieces:
+                yield piece
+                num_bytes -= len(piece.encode())
+                if num_bytes <= 0:
+                    return
+
+
+def _build(
+    shards: Sequence[Shard],
+    tokenizer: TextTokenizer,
+    progress: Progress,
+    num_workers: int,
+    meter: Callable[[int, int], None] | None,
+    verify: bool,
+) -> Notes:
+    """The notes of all shards, after those that are not there or not whole have been written."""
+    notes, missing = {}, []
+    for shard in {shard.key: shard for shard in shards}.values():
+        note = note_of(shard, verify=verify)
+        if note is not None:
+            notes[shard.key] = note
+            continue
+        if shard.path("json").exists():
+            progress(f"{shard.path('json')} or a file beside it is damaged: building them again")
+        missing.append(shard)
+    if missing:
+        advance = _teller(missing, progress, meter)
+        notes |= each(partial(write_shard, tokenizer), missing, num_workers=num_workers, advance=advance)
+    return notes
+
+
+def _teller(missing: Sequence[Shard], progress: Progress, meter: Callable[[int, int], None] | None) -> Advance:
+    """What is told of bytes that are tokenized, and tells `meter`, or `progress` now and then."""
+    total, done, told = sum(shard.num_bytes for shard in missing), 0, time.monotonic()
+    num_documents = sum(part.num_documents for shard in missing for _, part in shard.parts)
+    progress(f"data: tokenizing {num_documents:,} documents, {total / 1e6:,.1f} MB")
+
+    def advance(amount: int) -> None:
+        nonlocal done, told
+        done += amount
+        if meter is not None:
+            meter(done, total)
+        elif time.monotonic() - told > _TELL_EVERY:
+            progress(f"data: tokenized {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+            told = time.monotonic()
+
+    return advance
+
+
+def _mixture(
+    side: str,
+    corpus: Corpus,
+    shards: dict[str, list[Shard]],
+    notes: Notes,
+    tokenizer: TextTokenizer,
+    sequence_length: int,
+    progress: Progress,
+) -> Mixture:
+    members = []
+    for source in corpus.sources:
+        name, is_masked = source.name, source.reading.prompt is not None
+        dtype = token_dtype(tokenizer, is_masked)
+        files = [(shard.path(f"{side}.arrayrecord"), notes[shard.key][side]["length"]) for shard in shards[name]]
+        stream = ShardStream(files, dtype, tokenizer.end_of_text)
+        rows = Rows(stream, sequence_length, tokenizer.end_of_text, mask_bit(dtype, is_masked))
+        if is_masked:
+            key = digest(PACKING, sequence_length, side, [shard.key for shard in shards[name]])
+            rows = _aligned(rows, shards[name][0].folder / f"rows-{key[:16]}.starts", progress)
+        if side == "train":
+            members.append(Member(name, rows, source.source.weight, source.source.num_epochs))
+        else:
+            members.append(Member(name, rows))
+    return Mixture(tuple(members))
+
+
+def _aligned(rows: Rows, path: Path, progress: Progress) -> Rows:
+    """Rows that do not cut documents, by an index on disk."""
+
+    def build(temporary: Path) -> None:
+        np.fromiter(aligned_starts(rows), "<i8").tofile(temporary)
+
+    cached_file(path, build, progress)
+    starts = np.memmap(path, "<i8", mode="r") if path.stat().st_size else np.array([], "<i8")
+    return dataclasses.replace(rows, starts=starts)
+
+
+def _check(train: Mixture, corpus: Corpus) -> None:
+    """Raise ConfigError for sources that are to be trained on and cannot be."""
+    problems = []
+    total = sum(member.weight or 0.0 for member in train.members)
+    for member in train.members:
+        if member.weight is None:
+            continue
+        if not len(member.rows):
+            problems.append(
+                f"data: all documents of {member.name} fell to validation, but its weight is {member.weight}; give it "
+                "more documents, or lower data.validation_fraction"
+            )
+        if member.weight / total < 0.5 / PERIOD:
+            problems.append(
+                f"data: the weight {member.weight} of {member.name} is {member.weight / total:.2g} of the sum "
+                f"{total:g}; shares are multiples of 1/{PERIOD}"
+            )
+    if problems:
+        raise ConfigError(problems)
+
+
+def _describe(
+    config: DataConfig,
+    corpus: Corpus,
+    tokenizer: TextTokenizer,
+    shards: dict[str, list[Shard]],
+    notes: Notes,
+    train: Mixture,
+    validation: Mixture,
+) -> dict[str, Any]:
+    every = [shard for of_source in shards.values() for shard in of_source]
+    described: dict[str, Any] = {
+        "source": corpus.words,
+        "num_documents": sum(source.num_documents for source in corpus.sources),
+        "num_bytes": sum(source.num_bytes for source in corpus.sources),
+        "num_empty_files": sum(source.num_empty for source in corpus.sources),
+        "num_undecodable_files": sum(source.num_undecodable for source in corpus.sources),
+        "files": list(config.files),
+        "max_bytes": config.max_bytes,
+        "tokenizer": config.tokenizer or "trained here",
+        "tokenizer_size": tokenizer.vocab_size,
+        **{
+            side: _describe_side(side, every, notes) | {"num_rows": len(rows)}
+            for side, rows in (("train", train), ("validation", validation))
+        },
     }
+    if config.sources:
+        described["sources"] = {
+            source.name: {
+                "files": list(source.source.files),
+                "weight": source.source.weight,
+                "num_epochs": source.source.num_epochs,
+                "share": share,
+                "train": _describe_side("train", shards[source.name], notes) | {"num_rows": len(member.rows)},
+            }
+            for source, member, share in zip(corpus.sources, train.members, train.shares, strict=True)
+        }
+    return described
 
 
-def _describe_side(documents: Sequence[Document], rows: Rows) -> dict[str, int]:
-    return {
-        "num_documents": len(documents),
-        "num_bytes": sum(document.num_bytes for document in documents),
-        "num_tokens": rows.num_targets - len(documents),
-        "num_rows": len(rows),
-    }
-
-
-def _digest(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+def _describe_side(side: str, shards: Sequence[Shard], notes: Notes) -> dict[str, int]:
+    keys = ("num_documents", "num_bytes", "num_tokens", "num_masked")
+    return {key: sum(notes[shard.key][side][key] for shard in shards) for key in keys}

@@ -1,71 +1,93 @@
-"""Packing: documents laid end to end in one stream of tokens, and rows of equal length cut from it.
+"""Packing: documents laid end to end in one stream of tokens, and rows cut from it.
 
-The stream is `E d d d E d d E d d d d E`: every document comes after an end-of-text token E, documents stand in the
-order of their hashes, and one more E closes the stream. Row r takes its tokens from [r T, (r + 1) T) and its
-targets from one place to the right, so that
+The stream is `E d d d E d d E d d d d E`: every document comes after an end-of-text token E, documents stand in an
+order of their contents, and one more E closes the stream. A row takes its tokens from [start, stop) and its targets
+from one place to the right, so that
 
 - every token of every document, its first one included, and every end of a document is a target exactly once;
 - the target of a document's last token is the E after it, and what E itself predicts belongs to the document that
   begins there: no target crosses into another document, and the cut between two rows loses none;
-- only the last row is padded, at its end: tokens E, targets -1, segments 0, positions 0.
+- what a row does not fill is padded, at its end: tokens E, targets -1, segments 0, positions 0.
 
-E is in no document, so the stream is its own index: a row is read from T + 1 neighbouring tokens of a memory map,
-and the memory of the host does not grow with the text. A segment begins at each E and at the start of a row; a
-document that goes on in the next row is a new segment there, from position 0, and does not see its part in the row
-before.
+E is in no document, so the stream is its own index: a row is read from T + 1 neighbouring tokens on disk, and the
+memory of the host does not grow with the text. A segment begins at each E and at the start of a row; a document
+that goes on in the next row is a new segment there, from position 0, and does not see its part in the row before.
+
+Row r is [r T, (r + 1) T), and only the last one has padding. Where documents have prompts, a cut would part a
+completion from its prompt: there each row begins with a document and holds as many whole ones as fit, and only what
+is longer than a row goes on in the next (`aligned_starts`). Tokens of prompts carry a bit that makes them no target.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from itertools import islice
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from sharded_train.data.corpus import Document
-from sharded_train.data.tokenizer import TextTokenizer
-from sharded_train.errors import ConfigError
-
-PACKING = "stream-1"  # part of the data's fingerprint: change it with the layout above
+PACKING = "stream-2"  # part of the data's fingerprint: change it with the layout above
 KEYS = ("tokens", "targets", "segments", "positions")
 Row = dict[str, npt.NDArray[np.int32]]
-_PIECES_AT_ONCE = 512
+_TOKENS_AT_ONCE = 1 << 18
+
+
+class Stream(Protocol):
+    """An array of tokens, on disk or not."""
+
+    def __len__(self) -> int: ...
+    def read(self, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayStream:
+    """A stream in memory."""
+
+    tokens: npt.NDArray[np.unsignedinteger]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.unsignedinteger]:
+        return self.tokens[start:stop]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """The rows of a stream: `rows[i]` is a dict of four int32 arrays [sequence_length], `len(rows)` their number."""
 
-    stream: npt.NDArray[np.unsignedinteger]
+    stream: Stream
     sequence_length: int
     end_of_text: int
-
-    @classmethod
-    def open(cls, path: Path, *, sequence_length: int, tokenizer: TextTokenizer) -> Rows:
-        """The rows of a stream on disk, memory-mapped."""
-        stream = np.asarray(np.memmap(path, dtype=stream_dtype(tokenizer), mode="r"))
-        return cls(stream, sequence_length, tokenizer.end_of_text)
+    mask_bit: int = 0  # of the tokens that are not to be predicted
+    starts: npt.NDArray[np.int64] | None = None  # of the rows, where they are not of equal length
 
     @property
-    def num_targets(self) -> int:
-        """How many tokens an epoch predicts: those of the documents, and one end for each."""
+    def num_places(self) -> int:
+        """How many tokens have a token after them: all of the documents, and one end for each."""
         return len(self.stream) - 1
 
     def __len__(self) -> int:
-        return -(-self.num_targets // self.sequence_length)
+        return -(-self.num_places // self.sequence_length) if self.starts is None else len(self.starts)
 
-    def __getitem__(self, index: int) -> Row:
+    def span(self, index: int) -> tuple[int, int]:
+        """Where in the stream a row begins and ends."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        start = index * self.sequence_length
-        part = self.stream[start : start + self.sequence_length + 1].astype(np.int32)
-        size = len(part) - 1
+        if self.starts is None:
+            start = index * self.sequence_length
+            return start, min(start + self.sequence_length, self.num_places)
+        return int(self.starts[index]), int([*self.starts[index + 1 : index + 2], self.num_places][0])
+
+    def __getitem__(self, index: int) -> Row:
+        start, stop = self.span(index)
+        size = stop - start
+        stored = self.stream.read(start, stop + 1).astype(np.int64)
+        part = (stored & ~self.mask_bit).astype(np.int32)
         row = self.empty()
         row["tokens"][:size] = part[:-1]
-        row["targets"][:size] = part[1:]
+        row["targets"][:size] = np.where(stored[1:] & self.mask_bit, -1, part[1:])
         begins = part[:-1] == self.end_of_text
         begins[0] = True
         place = np.arange(size, dtype=np.int32)
@@ -78,28 +100,22 @@ class Rows:
         fill = {"tokens": self.end_of_text, "targets": -1, "segments": 0, "positions": 0}
         return {key: np.full(self.sequence_length, fill[key], np.int32) for key in KEYS}
 
-
-def stream_dtype(tokenizer: TextTokenizer) -> np.dtype[np.unsignedinteger]:
-    """How a token is stored: in two bytes if every one fits."""
-    return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-
-
-def write_stream(path: Path, documents: Sequence[Document], tokenizer: TextTokenizer) -> None:
-    """Encode documents, a batch of pieces at a time, and write their stream."""
-    dtype = stream_dtype(tokenizer)
-    end = np.array([tokenizer.end_of_text], dtype).tobytes()
-    pieces = _pieces(documents)
-    with path.open("wb") as file:
-        while batch := list(islice(pieces, _PIECES_AT_ONCE)):
-            encoded = tokenizer.encode_batch([text for *_, text in batch])
-            for (document, first, _), tokens in zip(batch, encoded, strict=True):
-                if tokenizer.end_of_text in tokens:
-                    raise ConfigError(f"data.tokenizer: text in {document.path} became the end-of-text token")
-                file.write(end * first + np.array(tokens, dtype).tobytes())
-        file.write(end)
+    def chunks(self) -> Iterator[npt.NDArray[np.unsignedinteger]]:
+        """The stream in parts, as it is stored."""
+        for start in range(0, len(self.stream), _TOKENS_AT_ONCE):
+            yield self.stream.read(start, min(start + _TOKENS_AT_ONCE, len(self.stream)))
 
 
-def _pieces(documents: Sequence[Document]) -> Iterator[tuple[Document, bool, str]]:
-    for document in documents:
-        for number, text in enumerate(document.pieces()):
-            yield document, number == 0, text
+def aligned_starts(rows: Rows) -> Iterator[int]:
+    """Where the rows of a stream begin when no document is cut that fits into a row."""
+    length, place, row, last = rows.sequence_length, 0, 0, 0
+    if rows.num_places:
+        yield 0
+    for tokens in rows.chunks():
+        for begin in np.flatnonzero(tokens == rows.end_of_text).tolist():
+            here = place + begin  # of a document, or the end of the stream
+            while here - row > length:
+                row = last if last > row else row + length
+                yield row
+            last = here
+        place += len(tokens)
