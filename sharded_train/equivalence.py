@@ -18,7 +18,7 @@ import numpy as np
 from sharded_train.mesh import MeshConfig, build_mesh
 from sharded_train.models.decoder import DecoderConfig
 from sharded_train.models.stack import Remat
-from sharded_train.optimizer import SGD, ScheduleConfig
+from sharded_train.optimizer import SGD, Constant
 from sharded_train.params import named_leaves
 from sharded_train.precision import PrecisionConfig
 from sharded_train.sharding import ZeroConfig
@@ -76,7 +76,7 @@ def program(model: DecoderConfig, layout: Layout, *, recipe: Literal["fp32", "bf
         zero=ZeroConfig(layout.zero, group_size=layout.group),
         precision=PrecisionConfig(recipe),
         optimizer=SGD(),
-        schedule=ScheduleConfig(1.0, final_fraction=1.0),
+        schedule=Constant(1.0),
         train=dataclasses.replace(ONE_STEP, num_microbatches=layout.num_microbatches, remat=layout.remat, **train),
     )
 

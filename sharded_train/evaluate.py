@@ -79,7 +79,7 @@ def evaluate(recipe: Recipe, workdir: Path, *, json: bool = False) -> int:
     progress = Console(stderr=True, highlight=False, quiet=jax.process_index() != 0)
     data = assemble.text_of(recipe, workdir, lambda text: progress.print(text, markup=False, style="dim"))
     state, _ = assemble.restore(program, checkpointer, step, data)
-    found = validate(program, state.params, data, recipe)
+    found = validate(program, state.evaluated, data, recipe)
     if jax.process_index() == 0:
         facts = {
             "step": step,

@@ -59,7 +59,7 @@ def generate(
     sampling = Sampling(max_tokens, temperature, top_k, seed)
     check(program, tokenizer, prompt, sampling)
     state, _ = checkpointer.restore(step, program.abstract_state)
-    texts = sample_text(program, state.params, tokenizer, prompt, sampling, num_samples)
+    texts = sample_text(program, state.evaluated, tokenizer, prompt, sampling, num_samples)
     if jax.process_index() == 0:
         if json:
             print(jsons.dumps({"step": step, "prompt": prompt, "samples": texts}, indent=2))

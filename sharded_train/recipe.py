@@ -12,7 +12,7 @@ from sharded_train.data.config import DataConfig
 from sharded_train.errors import ConfigError
 from sharded_train.mesh import MeshConfig
 from sharded_train.models.decoder import DecoderConfig
-from sharded_train.optimizer import SGD, AdamW, ScheduleConfig
+from sharded_train.optimizer import AdamW, Cosine, Optimizer, Schedule
 from sharded_train.precision import PrecisionConfig
 from sharded_train.sharding import ZeroConfig
 from sharded_train.step import TrainConfig
@@ -51,8 +51,8 @@ class Recipe:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     zero: ZeroConfig = dataclasses.field(default_factory=ZeroConfig)
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
-    optimizer: AdamW | SGD = dataclasses.field(default_factory=AdamW)
-    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    optimizer: Optimizer = dataclasses.field(default_factory=AdamW)
+    schedule: Schedule = dataclasses.field(default_factory=Cosine)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sharded_train.errors import ConfigError
 from sharded_train.mesh import AXES, resolve_sizes
+from sharded_train.optimizer import WSD, Cosine, Linear, Lion
 
 if TYPE_CHECKING:
     from sharded_train.recipe import Recipe
@@ -20,9 +21,9 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "at least 1": (
         lambda x: x >= 1,
         "model.vocab_size model.d_model model.num_layers model.num_heads model.num_kv_heads model.head_dim model.d_ff "
-        "model.max_positions model.rope_scaling.original_context schedule.decay_steps "
+        "model.max_positions model.rope_scaling.original_context schedule.decay_steps schedule.timescale "
         "train.num_steps train.global_batch_size train.sequence_length train.num_microbatches evaluate.num_batches "
-        "checkpoint.keep zero.group_size",
+        "checkpoint.keep zero.group_size optimizer.num_iterations",
     ),
     "at least 0": (
         lambda x: x >= 0,
@@ -32,13 +33,14 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "above 0": (
         lambda x: x > 0,
         "model.norm_eps model.rope_theta model.init_std model.rope_scaling.factor model.rope_scaling.low_freq_factor "
-        "model.rope_scaling.high_freq_factor optimizer.eps schedule.learning_rate train.clip_norm",
+        "model.rope_scaling.high_freq_factor optimizer.eps schedule.learning_rate train.clip_norm "
+        "optimizer.decay_exponent optimizer.clip_threshold optimizer.min_scale optimizer.update_rms",
     ),
     "at least 0 and below 1": (
         lambda x: 0 <= x < 1,
-        "model.dropout optimizer.b1 optimizer.b2 optimizer.momentum train.label_smoothing",
+        "model.dropout optimizer.b1 optimizer.b2 optimizer.momentum train.ema_decay train.label_smoothing",
     ),
-    "from 0 to 1": (lambda x: 0 <= x <= 1, "schedule.final_fraction"),
+    "from 0 to 1": (lambda x: 0 <= x <= 1, "schedule.final_fraction schedule.decay_fraction"),
 }
 
 
@@ -122,7 +124,7 @@ def indivisible(recipe: Recipe, sizes: Mapping[str, int], num_devices: int | Non
 
 def contradictions(recipe: Recipe) -> list[str]:
     """Settings that cannot go together on any mesh."""
-    problems = [*_shape(recipe), *_positions(recipe), *_steps(recipe)]
+    problems = [*_shape(recipe), *_positions(recipe), *_schedule(recipe), *_moments(recipe), *_steps(recipe)]
     if recipe.model.attention == "cudnn" and recipe.precision.recipe == "fp32":
         problems.append(
             "model.attention = cudnn with precision.recipe = fp32: cuDNN's attention takes 16-bit numbers "
@@ -186,15 +188,40 @@ def _head_dim(recipe: Recipe) -> int:
     return 0 if model.num_heads < 1 or model.d_model % model.num_heads else model.dim_per_head
 
 
+def _schedule(recipe: Recipe) -> list[str]:
+    """The warm-up, which must end before the rate falls."""
+    schedule, num_steps = recipe.schedule, recipe.train.num_steps
+    key, limit, least = "train.num_steps", num_steps, 1
+    if isinstance(schedule, WSD):
+        limit, least = schedule.decay_begins(num_steps), 0
+        key = f"train.num_steps x (1 - schedule.decay_fraction) = {num_steps} x (1 - {schedule.decay_fraction})"
+    elif isinstance(schedule, Linear | Cosine) and schedule.decay_steps is not None:
+        key, limit = "schedule.decay_steps", schedule.decay_steps
+    if not schedule.warmup_steps > limit >= least:
+        return []  # a limit that is out of range is told of elsewhere
+    return [
+        f"schedule.warmup_steps = {schedule.warmup_steps} > {key} = {limit}: the learning rate would never come to its "
+        "peak"
+    ]
+
+
+def _moments(recipe: Recipe) -> list[str]:
+    """Averages in bf16, which do not move when each step changes them by less than half of their last bit."""
+    optimizer = recipe.optimizer
+    if optimizer.moments_dtype != "bfloat16":
+        return []
+    names = ("b2",) if isinstance(optimizer, Lion) else ("b1", "b2", "momentum")  # Lion's b1 averages nothing
+    return [
+        f"optimizer.{name} = {value} with optimizer.moments_dtype = bfloat16: 1 - {value} = {1 - value:.2g} is below "
+        f"2^-8 = 0.0039, half of bf16's last bit, so that the average would never fall; use {name} = 0.996 or less, or "
+        "moments_dtype = float32"
+        for name in names
+        if 1 - 2**-8 < (value := getattr(optimizer, name, 0.0)) < 1
+    ]
+
+
 def _steps(recipe: Recipe) -> list[str]:
-    train, schedule, problems = recipe.train, recipe.schedule, []
-    key = "train.num_steps" if schedule.decay_steps is None else "schedule.decay_steps"
-    decay = train.num_steps if schedule.decay_steps is None else schedule.decay_steps
-    if schedule.warmup_steps > decay >= 1:
-        problems.append(
-            f"schedule.warmup_steps = {schedule.warmup_steps} > {key} = {decay}: the learning rate would "
-            "never come to its peak"
-        )
+    train, problems = recipe.train, []
     if train.stop_at is not None and not 1 <= train.stop_at <= max(train.num_steps, 1):
         problems.append(f"train.stop_at = {train.stop_at}: must be from 1 to train.num_steps = {train.num_steps}")
     if recipe.log.profile_steps is not None:

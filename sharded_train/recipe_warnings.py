@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from sharded_train.mesh import AXES
-from sharded_train.optimizer import SGD
+from sharded_train.optimizer import SGD, Adafactor, Muon
 
 if TYPE_CHECKING:
     from sharded_train.recipe import Recipe
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def without_effect(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
     """One sentence for each; `sizes` are the axes' sizes as far as they are known."""
-    return [*_mesh(recipe, sizes), *_model(recipe, sizes), *_steps(recipe)]
+    return [*_mesh(recipe, sizes), *_model(recipe, sizes), *_optimizer(recipe), *_steps(recipe)]
 
 
 def _mesh(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
@@ -48,11 +48,20 @@ def _model(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
     return warnings
 
 
-def _steps(recipe: Recipe) -> list[str]:
-    train, optimizer, profile, warnings = recipe.train, recipe.optimizer, recipe.log.profile_steps, []
-    last = train.num_steps if train.stop_at is None else train.stop_at
-    if isinstance(optimizer, SGD) and optimizer.nesterov and optimizer.momentum == 0:
+def _optimizer(recipe: Recipe) -> list[str]:
+    optimizer, warnings = recipe.optimizer, []
+    if isinstance(optimizer, SGD | Muon) and optimizer.nesterov and optimizer.momentum == 0:
         warnings.append("optimizer.nesterov changes nothing: optimizer.momentum is 0")
+    if isinstance(optimizer, SGD | Adafactor) and optimizer.moments_dtype != "float32" and optimizer.momentum == 0:
+        warnings.append(f"optimizer.moments_dtype = {optimizer.moments_dtype} changes nothing: optimizer.momentum is 0")
+    if isinstance(optimizer, Adafactor) and not optimizer.relative and optimizer.min_scale != Adafactor().min_scale:
+        warnings.append("optimizer.min_scale changes nothing: optimizer.relative is false")
+    return warnings
+
+
+def _steps(recipe: Recipe) -> list[str]:
+    train, profile, warnings = recipe.train, recipe.log.profile_steps, []
+    last = train.num_steps if train.stop_at is None else train.stop_at
     for key in ("evaluate", "checkpoint", "log"):
         every = getattr(recipe, key).every
         if every > last:

@@ -7,20 +7,17 @@ What is listed for the step comes on top of it; activations and the compiler's o
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from json import dumps
 from typing import Any, cast
 
 import jax
-import optax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from sharded_train import params
 from sharded_train.flops import CONVENTION, flops_of_step
 from sharded_train.mesh import hosts_of, layout, links, stand_ins
 from sharded_train.mesh_picture import draw_mesh
-from sharded_train.optimizer import transformation
 from sharded_train.recipe import Recipe, check, warnings_of
 from sharded_train.sharding import Placement, is_placement
 from sharded_train.show_tables import print_facts
@@ -59,7 +56,7 @@ def describe(recipe: Recipe, devices: Sequence[Any]) -> dict[str, Any]:
     )
     parameters = _parameters(program)
     totals = {kind: sum(p["bytes"][kind] for p in parameters) for kind in parameters[0]["bytes"]}
-    state = {kind: totals[kind] for kind in ("master_weights", "moments")}
+    state = {kind: totals[kind] for kind in ("master_weights", "moments", "averaged_weights") if kind in totals}
     held = sum(bytes_held(leaf) for leaf in jax.tree.leaves(program.abstract_state))
     flops = flops_of_step(program.specs, recipe.train.global_batch_size, recipe.train.sequence_length)
     return {
@@ -103,6 +100,8 @@ def _mesh(array: Any, names: Sequence[str]) -> dict[str, Any]:
 def _parameters(program: Program) -> list[dict[str, Any]]:
     """One entry for each parameter, those of all layers being one."""
     moments = _moments(program)
+    averages = params.named_leaves(program.abstract_state.ema, None)
+    averaged = {name: {"averaged_weights": bytes_held(leaf)} for name, leaf in averages}
     return [
         {
             "name": name,
@@ -110,7 +109,7 @@ def _parameters(program: Program) -> list[dict[str, Any]]:
             "axes": list(placement.spec.axes),
             "stored": _dims(placement.stored, len(placement.spec.shape)),
             "gathered": _dims(placement.gathered, len(placement.spec.shape)),
-            "bytes": {**_bytes(placement, program), "moments": moments[name]},
+            "bytes": {**_bytes(placement, program), "moments": moments[name], **averaged.get(name, {})},
             "left_whole": list(placement.reasons),
         }
         for name, placement in params.named_leaves(program.plan.placements, is_placement)
@@ -149,16 +148,9 @@ def _dims(spec: PartitionSpec, rank: int) -> list[list[str]]:
     return dims + [[]] * (rank - len(dims))
 
 
-def _moments(program: Program) -> Counter[str]:
+def _moments(program: Program) -> dict[str, int]:
     """Bytes on a device of all the optimizer's arrays that belong to a parameter, by its name."""
-    names = jax.tree_util.tree_map_with_path(
-        lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"), program.specs, is_leaf=params.is_spec
-    )
-    held: Counter[str] = Counter()
-
-    def note(leaf: Any, name: str) -> None:
-        held[name] += bytes_held(leaf)
-
-    rule = transformation(program.optimizer, program.specs)
-    optax.tree_map_params(rule, note, program.abstract_state.opt_state, names)
-    return held
+    named = params.named_leaves(program.specs)
+    structure: Any = jax.tree.structure(program.abstract_state.params)
+    by_parameter = structure.flatten_up_to(program.abstract_state.opt_state)
+    return {name: sum(map(bytes_held, slots.values())) for (name, _), slots in zip(named, by_parameter, strict=True)}

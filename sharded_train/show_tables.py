@@ -15,6 +15,7 @@ WIDTH = 100  # of what is piped into a file
 KINDS = {
     "master_weights": "master weights, fp32",
     "moments": "optimizer moments",
+    "averaged_weights": "averaged weights, fp32",
     "counters": "counters",
     "gathered_weights": "weights to multiply with, {dtype}{layerwise}",
     "weight_gradients": "their gradients, {dtype}{layerwise}",
@@ -94,7 +95,7 @@ def _parameters(facts: Mapping[str, Any]) -> Table:
 
 
 def _state(p: Mapping[str, Any]) -> str:
-    return bytes_in_words(p["bytes"]["master_weights"] + p["bytes"]["moments"])
+    return bytes_in_words(sum(p["bytes"].get(kind, 0) for kind in ("master_weights", "moments", "averaged_weights")))
 
 
 def _spec(dims: Sequence[Sequence[str]]) -> str:

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import flax.struct
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -25,7 +24,8 @@ from sharded_train.models import decoder
 from sharded_train.models.stack import Remat, layer_stack, rematerialized
 from sharded_train.ops import attention
 from sharded_train.ops.loss import cross_entropy
-from sharded_train.optimizer import SGD, AdamW, ScheduleConfig, learning_rate, transformation
+from sharded_train.optimizer import Optimizer, Schedule, learning_rate
+from sharded_train.optimizer.state import TrainState, is_slot, slots_of, update
 from sharded_train.params import Tree
 from sharded_train.precision import PrecisionConfig
 from sharded_train.sharding import REPLICA, Plan, ZeroConfig, plan_of, split_data
@@ -46,6 +46,7 @@ class TrainConfig:
     num_microbatches: int = 1  # parts each device's rows are worked through in
     seed: int = 0
     clip_norm: float | None = 1.0  # of the whole gradient; None: never
+    ema_decay: float | None = None  # of averaged weights, which are then the ones evaluated; None: none are kept
     remat: Remat = "none"
     z_loss: float = 0.0
     label_smoothing: float = 0.0
@@ -58,14 +59,6 @@ class Batch(flax.struct.PyTreeNode):
     targets: Array  # the token to predict at each place; -1: nothing to predict
     segments: Array  # 1, 2, ... per document in the row; 0: padding
     positions: Array  # 0, 1, ... within the document's part of the row
-
-
-class TrainState(flax.struct.PyTreeNode):
-    """All that changes from step to step: `step` counts the updates that were applied."""
-
-    step: Array
-    params: Tree  # fp32
-    opt_state: Any
 
 
 class Loss(flax.struct.PyTreeNode):
@@ -83,8 +76,8 @@ class Program:
     mesh: Mesh
     plan: Plan
     precision: PrecisionConfig
-    optimizer: AdamW | SGD
-    schedule: ScheduleConfig
+    optimizer: Optimizer
+    schedule: Schedule
     train: TrainConfig
 
     @functools.cached_property
@@ -109,14 +102,10 @@ class Program:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
 
         stored = params.tree_map(lambda w, at: place(w.shape, jnp.float32, at), self.specs, self.plan.stored)
-        opt_state = optax.tree_map_params(
-            self._transformation,
-            lambda x, w: place(x.shape, x.dtype, w.sharding.spec),
-            jax.eval_shape(self._transformation.init, stored),
-            stored,
-            transform_non_params=lambda x: place(x.shape, x.dtype, P()),
-        )
-        return TrainState(place((), jnp.int32, P()), stored, opt_state)
+        slots = slots_of(self.optimizer, self.plan)
+        opt_state = jax.tree.map(lambda s: place(s.shape, s.dtype, s.stored), slots, is_leaf=is_slot)
+        ema = None if self.train.ema_decay is None else stored
+        return TrainState(place((), jnp.int32, P()), stored, opt_state, ema)
 
     @property
     def row_axes(self) -> tuple[str, ...]:
@@ -139,7 +128,9 @@ class Program:
 
         def make(key: jax.Array) -> TrainState:
             weights = params.initialize(self.specs, key)
-            return TrainState(jnp.int32(0), weights, self._transformation.init(weights))
+            opt_state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract_state.opt_state)
+            ema = None if self.train.ema_decay is None else weights
+            return TrainState(jnp.int32(0), weights, opt_state, ema)
 
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
@@ -173,7 +164,14 @@ class Program:
         return self._on_mesh(self._loss_and_grads, in_specs, (P(), self.plan.stored, P()))
 
     @functools.cached_property
-    def learning_rate(self) -> optax.Schedule:
+    def update(self) -> Callable[[TrainState, Tree, jax.Array], TrainState]:
+        """(state, gradients where the params lie, learning rate) -> the next state."""
+        placed = jax.tree.map(lambda x: x.sharding.spec, self.abstract_state)
+        local = functools.partial(update, self.optimizer, self.plan, self.train.ema_decay)
+        return self._on_mesh(local, (placed, self.plan.stored, P()), placed)
+
+    @functools.cached_property
+    def learning_rate(self) -> Callable[[jax.typing.ArrayLike], jax.Array]:
         return learning_rate(self.schedule, self.train.num_steps)
 
     # ---- the step -----------------------------------------------------------------------------------------------
@@ -184,16 +182,14 @@ class Program:
         if self.train.clip_norm is not None:
             scale = jnp.minimum(1, self.train.clip_norm / jnp.maximum(norm, 1e-30))
             grads = jax.tree.map(lambda g: g * scale, grads)
-        updates, opt_state = self._transformation.update(grads, state.opt_state, state.params)
         rate = self.learning_rate(state.step)
-        weights = jax.tree.map(lambda w, u: w - rate * u, state.params, updates)
         metrics = {
             "loss": loss.nll / jnp.maximum(loss.num_tokens, 1),
             "grad_norm": norm,
             "learning_rate": rate,
             "num_tokens": loss.num_tokens,
         }
-        return TrainState(state.step + 1, weights, opt_state), metrics
+        return self.update(state, grads, rate), metrics
 
     # ---- inside shard_map: this device's shards and rows ----------------------------------------------------------
 
@@ -286,10 +282,6 @@ class Program:
 
     # ---- plumbing -------------------------------------------------------------------------------------------------
 
-    @functools.cached_property
-    def _transformation(self) -> optax.GradientTransformation:
-        return transformation(self.optimizer, self.specs)
-
     def _on_mesh(self, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
 
@@ -300,8 +292,8 @@ def build_program(
     *,
     zero: ZeroConfig,
     precision: PrecisionConfig,
-    optimizer: AdamW | SGD,
-    schedule: ScheduleConfig,
+    optimizer: Optimizer,
+    schedule: Schedule,
     train: TrainConfig,
 ) -> Program:
     """The program of a checked recipe on a mesh; nothing is compiled before it is called."""

@@ -92,7 +92,7 @@ def _loop(run: Run, state: TrainState, log: RunLog) -> tuple[TrainState, int, Va
             if last or (_due(step, recipe.evaluate.every) and not stopping):
                 log.flush()
                 with log.pace.excluded():
-                    found = validate(program, state.params, run.data, recipe)
+                    found = validate(program, state.evaluated, run.data, recipe)
                     log.validation(step, found.loss, found.bits_per_byte, in_words(step, found, run.data))
             if stopping:
                 run.console.print(f"stopped by a signal after step {step}", markup=False)
@@ -169,7 +169,7 @@ def _end(run: Run, state: TrainState, step: int, found: Validation | None) -> in
     """Waits for the checkpoint and says what there is now."""
     if found is not None:
         sampling = Sampling(max_tokens=min(100, run.recipe.train.sequence_length - 1), temperature=0.8)
-        (sample,) = sample_text(run.program, state.params, run.data.tokenizer, "", sampling)
+        (sample,) = sample_text(run.program, state.evaluated, run.data.tokenizer, "", sampling)
         run.console.print("a sample, from the start of a document:")
         run.console.print(report.printable(sample), markup=False, style="italic", soft_wrap=True)
     run.checkpointer.wait()

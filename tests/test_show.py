@@ -18,7 +18,7 @@ from sharded_train.errors import ConfigError
 from sharded_train.mesh import MeshConfig, build_mesh, layout, stand_ins
 from sharded_train.mesh_picture import draw_mesh
 from sharded_train.models.decoder import DecoderConfig
-from sharded_train.optimizer import SGD, AdamW
+from sharded_train.optimizer import SGD, Adafactor, AdamW, Lion, Muon, Optimizer
 from sharded_train.precision import PrecisionConfig
 from sharded_train.recipe import Recipe, TrainConfig
 from sharded_train.sharding import ZeroConfig
@@ -74,9 +74,13 @@ def text_of(recipe: Recipe, cluster: str, width: int = 100) -> str:
         (1, 4, AdamW()),  # fewer kv heads than tensor
         (3, 1, SGD(momentum=0.9)),
         (2, 2, SGD()),
+        (3, 2, Lion(moments_dtype="bfloat16")),
+        (1, 4, Adafactor(momentum=0.9)),
+        (3, 2, Adafactor()),
+        (2, 4, Muon()),
     ],
 )
-def test_state_bytes_are_those_really_held(stage: Any, tensor: int, optimizer: AdamW | SGD) -> None:
+def test_state_bytes_are_those_really_held(stage: Any, tensor: int, optimizer: Optimizer) -> None:
     asked = recipe(mesh=MeshConfig(tensor=tensor), zero=ZeroConfig(stage), optimizer=optimizer)
     facts = describe(asked, jax.devices())
     state = first_state(asked)
@@ -89,7 +93,8 @@ def test_state_bytes_are_those_really_held(stage: Any, tensor: int, optimizer: A
 
 
 def test_bytes_of_each_parameter_are_those_really_held() -> None:
-    asked = recipe(mesh=MeshConfig(tensor=2), zero=ZeroConfig(3))
+    train = TrainConfig(global_batch_size=16, sequence_length=16, ema_decay=0.9)
+    asked = recipe(mesh=MeshConfig(tensor=2), zero=ZeroConfig(3), train=train)
     facts = describe(asked, jax.devices())
     arrays = dict(jax.tree_util.tree_leaves_with_path(first_state(asked).params))
     by_name = {jax.tree_util.keystr(path, simple=True, separator="/"): array for path, array in arrays.items()}
@@ -99,6 +104,9 @@ def test_bytes_of_each_parameter_are_those_really_held() -> None:
         assert tuple(p["shape"]) == array.shape
         assert p["bytes"]["master_weights"] == bytes_held(array) == array.addressable_shards[0].data.nbytes
         assert p["bytes"]["moments"] == 2 * p["bytes"]["master_weights"]  # Adam's two
+        assert p["bytes"]["averaged_weights"] == p["bytes"]["master_weights"]
+    assert facts["state_bytes"]["counters"] == 4  # the step
+    assert facts["state_bytes_total"] == held_by_each_device(first_state(asked))[jax.devices()[0].id]
 
 
 def test_bytes_of_the_step_by_hand() -> None:
