@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import sysconfig
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from sharded_train.errors import ConfigError
 
 Progress = Callable[[str], None]
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"}
+TELL_EVERY = 15.0  # seconds
 _HASH_DIGITS = 16  # of a document's hash decide which side it is on
 
 
@@ -70,13 +72,18 @@ class Corpus:
 
 def collect(config: DataConfig, folder: Path, progress: Progress, *, num_workers: int = 1) -> Corpus:
     """Read through all files that the config asks for; those that `folder` has notes of and that look as they did then
-    are not read again.
+    are not read again. A source none of whose files is there any more is taken as it was noted.
 
     Raises ConfigError, listing the files, for globs without a match, files that cannot be read as what they are,
     and when there is no text, or too little of it to be split.
     """
     sources = config.all_sources()
-    unmatched = [pattern for source in sources for pattern in source.files if not _match(pattern)]
+    unmatched = [
+        pattern
+        for source in sources
+        for pattern in source.files
+        if not _match(pattern) and (_matches(source.files) or not _note_path(folder, source).exists())
+    ]
     if unmatched:
         raise ConfigError([f"data: {pattern!r} matches no file (in {Path.cwd()})" for pattern in unmatched])
     notes: dict[Path, list[FileScan]] = {}
@@ -101,9 +108,16 @@ def _read_source(
     """What is in a source, to be noted in `notes`, and what is wrong with its files."""
     reading, lenient = Reading.of(source), not source.files
     paths = _matches(source.files) if source.files else _standard_library()
-    path = folder / f"scan-{digest(dataclasses.astuple(reading), source.files, source.max_bytes)[:16]}.jsonl"
-    results = _scan_files(paths, source.max_bytes, _noted(path), reading, progress, num_workers)
-    notes[path] = scans = [result for result in results if isinstance(result, FileScan)]
+    noted = _noted(_note_path(folder, source))
+    if paths:
+        results = _scan_files(paths, source.max_bytes, noted, reading, progress, num_workers)
+    else:
+        results = list(noted.values())
+        progress(f"data: the files of {source.name} are not here; going on with what was tokenized from them")
+    scans = [result for result in results if isinstance(result, FileScan)]
+    notes[_note_path(folder, source)] = scans
+    if changed := [scan.path for scan in scans if scan.path in noted and scan.parts != noted[scan.path].parts]:
+        progress(f"data: {len(changed)} files changed since they were last read: {', '.join(listed(changed))}")
     problems = [result for result in results if isinstance(result, str)]
     if problems and lenient:
         progress(f"data: left out {len(problems)} files of the standard library that are not readable UTF-8")
@@ -136,9 +150,13 @@ def _scan_files(
     if max_bytes is None:
         found: dict[Path, FileScan | str] = {path: scan for path in paths if (scan := known(path, None))}
         jobs = [(path, None) for path in paths if path not in found]
-        if num_workers > 1 and jobs:
-            progress(f"data: reading through {len(jobs):,} files")
-        found |= each(partial(_scan, reading), jobs, num_workers=num_workers, advance=lambda _: None)
+        told = time.monotonic()
+        scanned = each(partial(_scan, reading), jobs, num_workers=num_workers, advance=lambda _: None)
+        for number, (path, result) in enumerate(scanned, 1):
+            found[path] = result
+            if time.monotonic() - told > TELL_EVERY:
+                progress(f"data: read through {number:,} of {len(jobs):,} files")
+                told = time.monotonic()
         return [found[path] for path in paths]
     results: list[FileScan | str] = []
     for path in paths:  # how far a file is read depends on those before it
@@ -156,6 +174,12 @@ def _scan(reading: Reading, job: tuple[Path, int | None], _: Advance) -> tuple[P
         return path, scan_file(path, reading, max_bytes)
     except BadText as error:
         return path, str(error)
+
+
+def _note_path(folder: Path, source: Source) -> Path:
+    """Where it is noted what is in the files of a source."""
+    reading = dataclasses.astuple(Reading.of(source))
+    return folder / f"scan-{digest(reading, source.files, source.max_bytes)[:16]}.jsonl"
 
 
 def _noted(path: Path) -> dict[str, FileScan]:

@@ -14,7 +14,7 @@ import numpy as np
 from sharded_train.data.baselines import cached_baselines
 from sharded_train.data.cache import cached_file, digest
 from sharded_train.data.config import DataConfig
-from sharded_train.data.corpus import Corpus, SourceFiles, collect
+from sharded_train.data.corpus import TELL_EVERY, Corpus, SourceFiles, collect
 from sharded_train.data.mixture import PERIOD, Member, Mixture
 from sharded_train.data.parallel import Advance, each
 from sharded_train.data.rows import PACKING, Rows, aligned_starts
@@ -26,7 +26,6 @@ from sharded_train.errors import ConfigError
 Progress = Callable[[str], None]
 Notes = dict[str, dict[str, Any]]  # of shards, by their keys
 _VERIFIED_BYTES = 1 << 28  # of text: at most so much is compared with its checksums at every start
-_TELL_EVERY = 15.0  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +173,7 @@ def _teller(missing: Sequence[Shard], progress: Progress, meter: Callable[[int, 
         done += amount
         if meter is not None:
             meter(done, total)
-        elif time.monotonic() - told > _TELL_EVERY:
+        elif time.monotonic() - told > TELL_EVERY:
             progress(f"data: tokenized {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
             told = time.monotonic()
 

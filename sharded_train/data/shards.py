@@ -9,16 +9,17 @@ last, `K.json`: how much there is, and the size and SHA-256 of each file.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import io
 import json
 import os
+import platform
 import secrets
 import shutil
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from sharded_train.errors import ConfigError
 LAYOUT = "shards-1"  # part of a shard's name: change it with anything that is written
 RECORD_TOKENS = 1 << 13
 SIDES = ("train", "validation")
-_PIECES_AT_ONCE = 512
+_PIECES_AT_ONCE, _CHARACTERS_AT_ONCE = 1 << 12, 1 << 20
 _OPEN_READERS = 256  # files beyond them are closed and opened again
 _READ_OPTIONS = "readahead_buffer_size:0,max_parallelism:0,index_storage_option:offloaded,footer_prefetch_bytes:0"
 
@@ -102,8 +103,12 @@ def note_of(shard: Shard, *, verify: bool) -> dict[str, Any] | None:
 
 def write_shard(tokenizer: TextTokenizer, shard: Shard, advance: Advance) -> tuple[str, dict[str, Any]]:
     """Tokenize a shard's documents and write its files; its key and its note. `advance` is told of bytes of text."""
-    work = shard.folder / f".{shard.key}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    host = platform.node()
+    work = shard.folder / f".{shard.key}.{host}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
+        for abandoned in shard.folder.glob(f".{shard.key}.{host}.*.tmp"):
+            if not _is_running(abandoned.name.split(".")[-3]):
+                shutil.rmtree(abandoned, ignore_errors=True)
         work.mkdir(parents=True)
         try:
             is_masked = shard.reading.prompt is not None
@@ -126,6 +131,16 @@ def write_shard(tokenizer: TextTokenizer, shard: Shard, advance: Advance) -> tup
     return shard.key, note
 
 
+def _is_running(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 @dataclasses.dataclass(frozen=True)
 class _Piece:
     side: str
@@ -133,6 +148,15 @@ class _Piece:
     path: Path
     is_first: bool
     is_prompt: bool
+
+
+@contextlib.contextmanager
+def _as_os_error() -> Iterator[None]:
+    """ArrayRecord tells of a full disk in its own way."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise OSError(str(error)) from error
 
 
 class _SideWriter:
@@ -168,10 +192,11 @@ class _SideWriter:
         """Finish the file, and say what is in it. Lengths are counted by their number of binary digits."""
         self._count_document()
         self._flush(1)
-        self._writer.close()
         num_records = -(-self._length // RECORD_TOKENS)
-        if num_records and _reader(self._path, -1).num_records() != num_records:
-            raise OSError(f"{self._path} was not written whole")
+        with _as_os_error():
+            self._writer.close()
+            if num_records and _reader(self._path, -1).num_records() != num_records:
+                raise OSError(f"{self._path} was not written whole")
         if not num_records:
             self._path.unlink()
         return {
@@ -200,7 +225,8 @@ class _SideWriter:
         """Write records while there are tokens for one."""
         tokens = np.concatenate([np.array([], self._dtype), *self._waiting])
         while len(tokens) >= at_least:
-            self._writer.write(tokens[:RECORD_TOKENS].tobytes())
+            with _as_os_error():
+                self._writer.write(tokens[:RECORD_TOKENS].tobytes())
             tokens = tokens[RECORD_TOKENS:]
         self._waiting, self._num_waiting = [tokens], len(tokens)
 
@@ -208,14 +234,27 @@ class _SideWriter:
 def _write_documents(
     tokenizer: TextTokenizer, shard: Shard, sides: dict[str, _SideWriter], hashes: array[int], advance: Advance
 ) -> None:
-    pieces = _pieces(shard, hashes)
-    while batch := list(islice(pieces, _PIECES_AT_ONCE)):
+    for batch in _batches(_pieces(shard, hashes)):
         encoded = tokenizer.encode_pieces([piece.text for piece in batch], [not piece.is_first for piece in batch])
         for piece, tokens in zip(batch, encoded, strict=True):
             if tokenizer.end_of_text in tokens:
                 raise ConfigError(f"data.tokenizer: text in {piece.path} became the end-of-text token")
             sides[piece.side].add(piece, tokens)
         advance(sum(len(piece.text.encode()) for piece in batch))
+
+
+def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
+    """Pieces to encode together: enough to keep all cores busy, and never much memory."""
+    batch: list[_Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= _CHARACTERS_AT_ONCE or len(batch) >= _PIECES_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _pieces(shard: Shard, hashes: array[int]) -> Iterator[_Piece]:
