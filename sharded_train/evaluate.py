@@ -31,6 +31,7 @@ class Validation:
     num_bytes: int  # of text that they stand for
     num_batches: int
     of_batches: int
+    averaged: bool = False  # whether it is that of averaged weights (train.ema_decay)
 
     @property
     def loss(self) -> float:
@@ -66,7 +67,9 @@ def validate(program: Program, weights: Tree, data: TextData, recipe: Recipe) ->
             num_tokens += int(loss.num_tokens)
             num_bytes += int(bytes_)
             num_batches += 1
-    return Validation(nll, num_tokens, num_bytes, num_batches, num_train_steps(len(data.validation), batch_shape[0], 1))
+    of_batches = num_train_steps(len(data.validation), batch_shape[0], 1)
+    averaged = program.train.ema_decay is not None
+    return Validation(nll, num_tokens, num_bytes, num_batches, of_batches, averaged)
 
 
 def evaluate(recipe: Recipe, workdir: Path, *, json: bool = False) -> int:
@@ -90,6 +93,7 @@ def evaluate(recipe: Recipe, workdir: Path, *, json: bool = False) -> int:
             "num_bytes": found.num_bytes,
             "num_batches": found.num_batches,
             "of_batches": found.of_batches,
+            "averaged_weights": found.averaged,
         }
         print(jsons.dumps(facts, indent=2) if json else in_words(step, found, data))
     return 0
@@ -97,9 +101,9 @@ def evaluate(recipe: Recipe, workdir: Path, *, json: bool = False) -> int:
 
 def in_words(step: int, found: Validation, data: TextData) -> str:
     """Bits per byte beside those of the baselines."""
-    baselines = data.baselines()
+    baselines, averaged = data.baselines(), ", of averaged weights" if found.averaged else ""
     return (
-        f"validation after {step} steps, on {found.scope}: loss {found.loss:.4f}, {found.bits_per_byte:.3f} bits per "
-        f"byte (byte bigram {baselines['byte_bigram_bits_per_byte']:.3f}, "
+        f"validation after {step} steps{averaged}, on {found.scope}: loss {found.loss:.4f}, "
+        f"{found.bits_per_byte:.3f} bits per byte (byte bigram {baselines['byte_bigram_bits_per_byte']:.3f}, "
         f"gzip -9 {baselines['gzip_bits_per_byte']:.3f})"
     )

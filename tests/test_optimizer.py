@@ -8,6 +8,7 @@ import itertools
 import math
 import re
 import zlib
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ import pytest
 from sharded_train import equivalence
 from sharded_train.equivalence import MODELS, Layout
 from sharded_train.errors import ConfigError
+from sharded_train.evaluate import Validation, in_words
 from sharded_train.mesh import AXES
 from sharded_train.models.decoder import param_specs
 from sharded_train.optimizer import (
@@ -368,6 +370,12 @@ def test_bf16_moments_are_the_fp32_ones_rounded_once_a_step() -> None:
         assert named(state.ema)[leaf] == pytest.approx(average[leaf], rel=1e-3, abs=1e-6)
     assert state.evaluated is state.ema
     assert state.replace(ema=None).evaluated is state.params
+
+
+def test_an_evaluation_says_whose_weights_it_is_of() -> None:
+    data: Any = SimpleNamespace(baselines=lambda: {"byte_bigram_bits_per_byte": 3.0, "gzip_bits_per_byte": 2.0})
+    assert "after 5 steps, of averaged weights, on" in in_words(5, Validation(1.0, 1, 1, 1, 1, averaged=True), data)
+    assert "after 5 steps, on" in in_words(5, Validation(1.0, 1, 1, 1, 1), data)
 
 
 def zeros_like(tree: Tree) -> Tree:

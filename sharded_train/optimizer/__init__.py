@@ -16,7 +16,6 @@ from sharded_train.optimizer.schedules import (
     InverseSqrt,
     Linear,
     Schedule,
-    ScheduleConfig,
     learning_rate,
 )
 
@@ -35,6 +34,5 @@ __all__ = [
     "Muon",
     "Optimizer",
     "Schedule",
-    "ScheduleConfig",
     "learning_rate",
 ]

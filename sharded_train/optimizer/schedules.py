@@ -105,6 +105,3 @@ def _progress(schedule: Linear | Cosine, step: jax.Array, num_steps: int) -> jax
     """0 when the warm-up is over, 1 from the end of the decay on."""
     end = num_steps if schedule.decay_steps is None else schedule.decay_steps
     return jnp.clip((step - schedule.warmup_steps) / max(end - schedule.warmup_steps, 1), 0, 1)
-
-
-ScheduleConfig = Cosine
