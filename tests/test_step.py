@@ -220,6 +220,7 @@ def compiled_step() -> Any:
 
 
 def test_twenty_steps_are_those_of_one_device() -> None:
+    """Compiles both programs, which the tests below look at again: about ten seconds on a busy machine."""
     many, one = ({name: [m[name] for m in twenty_steps(at)] for name in METRICS} for at in (MESH, Layout()))
     assert many["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
