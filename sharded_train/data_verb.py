@@ -103,7 +103,7 @@ def _table(*numbers: str, of: str) -> Table:
 
 def _sources(facts: dict[str, Any]) -> Table:
     built = _table(
-        "documents", "validation", "duplicates", "MB", "tokens", "bytes/token", "prompt", "share", of="source"
+        "documents", "validation", "duplicates", "MB", "tokens", "bytes per token", "prompt", "share", of="source"
     )
     for name, found in {**facts["sources"], "total": facts["total"]}.items():
         built.add_row(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -171,6 +172,7 @@ class CountingRows:
     ("shape", "spec"),
     [((8, 1), ("data",)), ((4, 2), ("data",)), ((2, 4), ("data",)), ((4, 2), ("tensor",)), ((1, 8), ())],
 )
+@pytest.mark.parametrize("rows", [mixed(weighted=True), mixed(weighted=False)], ids=["weighted", "joined"])
 def test_processes_read_only_their_rows_and_together_the_same_batch(
     rows: Mixture, num_processes: int, shape: tuple[int, int], spec: tuple[str, ...]
 ) -> None:
@@ -183,7 +185,7 @@ def test_processes_read_only_their_rows_and_together_the_same_batch(
         counting = CountingRows(rows)
         source = LocalBatches(
             counting,  # type: ignore[arg-type]
-            lambda samples: rows.order(2, samples),
+            partial(rows.order, 2),
             places,
             BATCH[0],
             range(step, step + 1),
@@ -191,7 +193,7 @@ def test_processes_read_only_their_rows_and_together_the_same_batch(
         local = source[0]
         for key in KEYS:
             np.testing.assert_array_equal(local[key], expected[key][places])
-        assert len(counting.read) == len(places) == len(set(counting.read))
+        assert counting.read == rows.order(2, step * BATCH[0] + places).tolist()
         for index in sharding.addressable_devices_indices_map(BATCH).values():
             part = device_part(local["tokens"], places, index, BATCH)
             np.testing.assert_array_equal(part, expected["tokens"][index])

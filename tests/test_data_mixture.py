@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from sharded_train.data.mixture import PERIOD, Member, Mixture, Turns
+from sharded_train.data.mixture import PERIOD, Member, Mixture, Turns, parts_of_period
 from sharded_train.data.order import train_sample
 from sharded_train.data.rows import ArrayStream, Rows
 
@@ -33,14 +34,19 @@ def test_one_source_is_in_the_order_it_always_was() -> None:
     assert (len(mixed), mixed.epoch_size) == (37, 37)
 
 
-def test_without_weights_all_sources_end_at_once() -> None:
+def test_without_weights_all_sources_end_at_once_and_go_epoch_by_epoch() -> None:
+    sizes, epochs = (10, 7, 4), (1, 3, 1)
     mixed = mixture((10, None, None), (7, None, 3), (4, None, 1))
     assert mixed.num_samples == mixed.epoch_size == 10 + 3 * 7 + 4
     assert len(mixed) == 21
-    for epoch in range(3):
-        counts = Counter(places(mixed, 0, range(35 * epoch, 35 * (epoch + 1))))
-        assert counts == {(n, row): (1, 3, 1)[n] for n, size in enumerate((10, 7, 4)) for row in range(size)}
     assert mixed.shares == [10 / 35, 21 / 35, 4 / 35]
+    for start in (0, 35, 70):
+        seen = places(mixed, 0, range(start, start + 35))
+        for member in range(3):
+            rows = [row for which, row in seen if which == member]
+            assert len(rows) == sizes[member] * epochs[member]
+            for begin in range(0, len(rows), sizes[member]):
+                assert sorted(rows[begin : begin + sizes[member]]) == list(range(sizes[member]))
 
 
 def test_weights_are_the_shares_of_any_stretch_and_sources_go_epoch_by_epoch() -> None:
@@ -70,37 +76,44 @@ def test_the_order_of_mixtures_is_frozen() -> None:
     """These numbers may never change: a run that resumes after an update must see the samples it would have seen."""
     weighted = mixture((5, 3.0, None), (4, 1.0, None))
     assert weighted.order(0, np.arange(12)).tolist() == [3, 4, 5, 2, 0, 1, 8, 0, 1, 3, 7, 2]
-    assert mixture((5, None, 2), (4, None, None)).order(0, np.arange(14)).tolist() == [
-        8,
-        0,
-        2,
-        0,
-        1,
-        2,
-        6,
-        4,
-        3,
-        4,
-        7,
-        5,
-        1,
-        3,
-    ]
+    joined = mixture((5, None, 2), (4, None, None))
+    assert joined.order(0, np.arange(14)).tolist() == [3, 5, 4, 2, 0, 8, 1, 0, 7, 1, 3, 2, 6, 4]
 
 
-@pytest.mark.parametrize(
-    "weights", [[1.0], [1.0, 1.0], [0.1, 0.2, 0.7], [1e-9, 1.0], [3.0] * 7, [2.0**-n for n in range(12)]]
-)
-def test_turns_are_whole_and_each_member_has_some(weights: list[float]) -> None:
-    turns = Turns.of(weights)
-    assert turns.counts.sum() == PERIOD
-    assert (turns.counts >= 1).all()
-    exact = np.array(weights) / sum(weights) * PERIOD
-    assert np.abs(turns.counts - exact).max() <= 1
-    np.testing.assert_array_equal(np.bincount(turns.member), turns.counts)
-    member, count = turns.of_samples(np.arange(2 * PERIOD))
-    for number in range(len(weights)):
-        np.testing.assert_array_equal(count[member == number], np.arange(2 * turns.counts[number]))
+WEIGHTS = [[1.0], [1.0, 1.0], [0.1, 0.2, 0.7], [1e-9, 1.0], [3.0] * 7, [2.0**-n for n in range(12)]]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_weights_are_rounded_to_parts_of_the_period(weights: list[float]) -> None:
+    counts = np.array(parts_of_period(weights))
+    assert counts.sum() == PERIOD
+    assert (counts >= 1).all()
+    assert np.abs(counts - np.array(weights) / sum(weights) * PERIOD).max() <= 1
+
+
+COUNTS = [[1], [5], [3, 3, 3], [1, 10], [7, 0, 4, 0], [2, 3, 5, 7, 11, 13], [500, 1, 1, 1, 1, 1, 1], [64] + [1] * 40]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_turns_are_in_the_order_of_their_times(counts: list[int]) -> None:
+    size = sum(counts)
+    times = sorted((Fraction(2 * k + 1, 2 * count), n, k) for n, count in enumerate(counts) for k in range(count))
+    turns = Turns(counts)
+    whose, turn = turns.of_samples(np.arange(3 * size))
+    assert whose.tolist() == 3 * [n for _, n, _ in times]
+    assert turn.tolist() == [k + counts[n] * r for r in range(3) for _, n, k in times]
+    assert [turns.sample_of(n, k) for n, k in zip(whose.tolist(), turn.tolist(), strict=True)] == list(range(3 * size))
+
+
+def test_turns_of_huge_sources_are_exact() -> None:
+    counts = [3 * 10**12, 10**6, 7 * 10**11 + 1]
+    turns, rng = Turns(counts), np.random.default_rng(0)
+    samples = np.sort(rng.integers(0, sum(counts), 200))
+    samples[1::2] = samples[::2] + 1
+    whose, turn = turns.of_samples(samples)
+    assert [turns.sample_of(n, k) for n, k in zip(whose.tolist(), turn.tolist(), strict=True)] == samples.tolist()
+    times = [Fraction(2 * k + 1, 2 * counts[n]) for n, k in zip(whose.tolist(), turn.tolist(), strict=True)]
+    assert times == sorted(times)
 
 
 def test_the_end_is_where_a_source_would_be_begun_once_more() -> None:

@@ -18,9 +18,12 @@ import pytest
 from rich.console import Console
 
 from sharded_train.__main__ import main
+from sharded_train.assemble import text_of
 from sharded_train.data import prepare, scan, shards
 from sharded_train.data.config import DataConfig, Source
 from sharded_train.data_rows import print_row, row_facts
+from sharded_train.errors import ConfigError
+from sharded_train.recipe import load
 
 CONFIG = """
 from ml_collections import ConfigDict
@@ -60,7 +63,7 @@ def test_it_tokenizes_once_and_prints_statistics(project: Path, capsys: pytest.C
     command = ["data", "--config=config.py", "--workdir=run", "--workers=1"]
     assert main(command) == 0
     out, err = capsys.readouterr()
-    for word in ("documents", "duplicates", "bytes/token", "prompt", "75.00%", "25.00%", "tokens in each"):
+    for word in ("documents", "duplicates", "bytes", "prompt", "75.00%", "25.00%", "tokens in each"):
         assert word in out
     assert "tokenizing 130 documents" in err
     before = contents(project / "run")
@@ -151,6 +154,10 @@ def test_a_run_that_asks_too_much_of_a_source_is_told(project: Path, capsys: pyt
     assert "A run of 1,000 steps sees 4,000 rows of 32 tokens" in out
     assert "note: 4,000 rows of training would go through qa" in out
     assert "(num_epochs = 1," in out
+    asked = load("config.py", ["--config.data.sources.1.num_epochs=1", "--config.train.num_steps=1000"])
+    with pytest.raises(ConfigError, match=r"go through qa .* times \(num_epochs = 1, .*: lower train\.num_steps"):
+        text_of(asked, project / "run", lambda _: None)
+    assert len(text_of(load("config.py"), project / "run", lambda _: None).train.members) == 2
 
 
 def test_a_file_that_changed_is_told_and_only_its_shard_is_made_again(

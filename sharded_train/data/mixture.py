@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from sharded_train.data.rows import Row, Rows
 
 IntArray = npt.NDArray[np.int64]
 PERIOD = 1 << 16  # samples after which the turns of weighted sources repeat; weights are rounded to parts of it
+_EXACT = 1 << 30  # products of two numbers up to here, and twice that, fit into an int64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +33,10 @@ class Member:
 class Mixture:
     """The rows of some sources under one numbering, and the order in which training sees them.
 
-    Sample n is a pure function of (seed, n). Without weights there is one shuffle of all rows, those of a source with
-    `num_epochs` = k k times among them, and an epoch of the mixture ends for all at once. With weights the sources take
-    turns, each in its share as evenly as can be, and each goes through its own rows epoch by epoch, in an order that
-    is a pure function of (seed, source, epoch).
+    Sample n is a pure function of (seed, n). The sources take turns, each in its share, as evenly as can be, and each
+    goes through its own rows epoch by epoch, in an order that is a pure function of (seed, source, epoch). The shares
+    are the weights; without weights, the rows that a source has, times its `num_epochs`, so that all of them come to
+    the end of their last epoch with the same sample.
     """
 
     members: tuple[Member, ...]
@@ -64,44 +66,33 @@ class Mixture:
 
     @property
     def epoch_size(self) -> int:
-        """Without weights, how many samples go through everything."""
-        return int(self._places[-1])
+        """After how many samples the turns begin again; without weights, everything has been gone through then."""
+        return sum(self._turns.counts)
 
     @property
     def shares(self) -> list[float]:
         """The part of the samples that each member has."""
-        if self._turns is not None:
-            return [count / PERIOD for count in self._turns.counts]
-        return [float(size) / max(1, self.epoch_size) for size in np.diff(self._places)]
+        return [count / max(1, self.epoch_size) for count in self._turns.counts]
 
-    @property
+    @functools.cached_property
     def num_samples(self) -> int | None:
         """How many samples there are before a member would be gone through more often than it may; None: no end."""
-        if self._turns is None:
-            limited = any(member.num_epochs is not None for member in self.members)
+        limited = [(n, member.num_epochs) for n, member in enumerate(self.members) if member.num_epochs is not None]
+        if not self._is_weighted:
             return self.epoch_size if limited else None
-        limits = [
-            self._turns.num_samples(number, member.num_epochs * len(member.rows))
-            for number, member in enumerate(self.members)
-            if member.num_epochs is not None
-        ]
-        return min(limits, default=None)
+        ends = (self._turns.sample_of(n, epochs * len(self.members[n].rows)) for n, epochs in limited)
+        return min(ends, default=None)
 
     def order(self, seed: int, samples: npt.ArrayLike) -> IntArray:
         """The rows that these training samples are."""
         numbers = np.asarray(samples, np.int64)
-        if self._turns is None:
-            place = train_sample(range(self.epoch_size), seed, numbers)
-            member = np.searchsorted(self._places, place, side="right") - 1
-            return self._begins[member] + (place - self._places[member]) % self._sizes[member]
-        turn, count = self._turns.of_samples(numbers)
-        rows = np.zeros_like(numbers)
-        for number in np.unique(turn):
-            own = turn == number
-            rows[own] = self._begins[number] + train_sample(
-                self.members[number].rows, seed, count[own], stream=int(number)
-            )
-        return rows
+        whose, turn = self._turns.of_samples(numbers.reshape(-1))
+        rows = np.zeros_like(turn)
+        for number in np.unique(whose).tolist():
+            own = whose == number
+            places = train_sample(self.members[number].rows, seed, turn[own], stream=number)
+            rows[own] = self._begins[number] + places
+        return rows.reshape(numbers.shape)
 
     def epochs_after(self, num_samples: int) -> dict[str, float]:
         """How often each member has been gone through after so many samples."""
@@ -116,75 +107,86 @@ class Mixture:
             return []
         asked = self.epochs_after(num_samples)
         short = [
-            f"{member.name} {asked[member.name]:.3g} times (num_epochs = {member.num_epochs or 1}, "
+            f"{member.name} {asked[member.name]:,.1f} times (num_epochs = {member.num_epochs or 1}, "
             f"{len(member.rows):,} rows)"
             for member in self.members
-            if (member.num_epochs or self._turns is None) and asked[member.name] > (member.num_epochs or 1)
+            if (member.num_epochs or not self._is_weighted) and asked[member.name] > (member.num_epochs or 1)
         ]
         return [
             f"{num_samples:,} rows of training would go through {', '.join(short) or 'the sources'}, more often than "
-            f"the sources allow; there are {self.num_samples:,} rows"
+            f"the sources allow, which is {self.num_samples:,} rows"
         ]
 
     @functools.cached_property
-    def _sizes(self) -> IntArray:
-        return np.array([len(member.rows) for member in self.members], np.int64)
-
-    @functools.cached_property
     def _begins(self) -> IntArray:
-        return np.cumsum([0, *self._sizes], dtype=np.int64)
+        return np.cumsum([0, *(len(member.rows) for member in self.members)], dtype=np.int64)
+
+    @property
+    def _is_weighted(self) -> bool:
+        return self.members[0].weight is not None
 
     @functools.cached_property
-    def _places(self) -> IntArray:
-        """Where the members' rows begin when each is repeated as often as its epochs ask for."""
-        return np.cumsum([0, *(len(member.rows) * (member.num_epochs or 1) for member in self.members)], dtype=np.int64)
-
-    @functools.cached_property
-    def _turns(self) -> Turns | None:
-        weights = [member.weight for member in self.members if member.weight is not None]
-        return Turns.of(weights) if weights else None
+    def _turns(self) -> Turns:
+        if self._is_weighted:
+            return Turns(parts_of_period([member.weight or 0.0 for member in self.members]))
+        return Turns([len(member.rows) * (member.num_epochs or 1) for member in self.members])
 
 
-@dataclasses.dataclass(frozen=True)
 class Turns:
-    """Weighted members taking turns, in a pattern of PERIOD samples.
+    """Members taking turns: in every round, member i has counts[i] of them.
 
-    In it member i has `counts[i]` turns, the k-th at the time (k + 1/2) / counts[i] of the period (Webster's order), so
-    that after any number of samples each has its share, give or take about one.
+    Its k-th is at the time (k + 1/2) / counts[i] of the round, and of two at the same time the first member's comes
+    first (the order in which Webster's method gives out seats). So after any number of samples each has had its share,
+    give or take about one. All in whole numbers: nothing is stored, and nothing is rounded.
     """
 
-    counts: IntArray
-    member: npt.NDArray[np.int32]  # [PERIOD] whose turn it is
-    rank: npt.NDArray[np.int32]  # [PERIOD] how many turns that member had before, in this period
+    def __init__(self, counts: Sequence[int]):
+        self.counts = list(counts)
+        self._active = np.flatnonzero(self.counts)
+        dtype = np.int64 if sum(self.counts) < _EXACT else object
+        self._all = np.array(self.counts, dtype)[None, :, None]
+        self._own = np.array([self.counts[n] for n in self._active], dtype)[:, None]
+        self._is_later = (np.arange(len(self.counts))[None, :] > self._active[:, None]).astype(dtype)[:, :, None]
 
-    @classmethod
-    def of(cls, weights: Sequence[float]) -> Turns:
-        counts = _parts(weights)
-        member = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        rank = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
-        time = (rank + 0.5) / counts[member]
-        by_time = np.lexsort((member, time))
-        return cls(counts, member[by_time], rank[by_time])
+    def of_samples(self, samples: IntArray) -> tuple[IntArray, IntArray]:
+        """Whose turn each sample is, and how many turns that member had before; samples are [n], and so are both."""
+        size, near = sum(self.counts), len(self.counts) + 3
+        rounds, place = np.divmod(samples, size)
+        place = place.astype(self._own.dtype)
+        # For each member, the first of its turns that does not come before the sample, near its share of those before.
+        low = np.maximum(0, place * self._own // size - near)
+        high = np.minimum(self._own, low + 2 * near)
+        for _ in range((2 * near).bit_length()):
+            middle = (low + high) // 2
+            is_before = self._ranks(middle) < place
+            low, high = np.where(is_before, middle + 1, low), np.where(is_before, high, middle)
+        active = np.argmax(self._ranks(low) == place, axis=0)
+        whose = self._active[active]
+        turn = low[active, np.arange(len(samples))].astype(np.int64)
+        return whose, rounds * np.array(self.counts, np.int64)[whose] + turn
 
-    def of_samples(self, samples: IntArray) -> tuple[npt.NDArray[np.int32], IntArray]:
-        """Whose turn each sample is, and how many turns that member had before."""
-        period, place = np.divmod(samples, PERIOD)
-        member = self.member[place]
-        return member, period * self.counts[member] + self.rank[place]
+    def sample_of(self, member: int, turn: int) -> int:
+        """The sample that is this turn, counted from 0, of a member: the inverse of `of_samples`."""
+        rounds, turn = divmod(turn, self.counts[member])
+        ranks = self._ranks(np.full((len(self._active), 1), turn, self._own.dtype))
+        return rounds * sum(self.counts) + int(ranks[self._active == member].item())
 
-    def num_samples(self, member: int, num_turns: int) -> int:
-        """How many samples there are before a member's turn number `num_turns`, counted from 0."""
-        period, rank = divmod(num_turns, int(self.counts[member]))
-        places = np.flatnonzero(self.member == member)
-        return period * PERIOD + int(places[rank])
+    def _ranks(self, turns: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """[active, n] How many turns of all members come before each of these turns of a round.
+
+        Turn k' of j comes before turn k of i when (2 k' + 1) counts[i] < (2 k + 1) counts[j], or they are equal and
+        j <= i; their number is a floor, and of those of i itself one is k.
+        """
+        own = self._own[:, :, None]
+        before = ((2 * turns[:, None, :] + 1) * self._all + own - self._is_later) // (2 * own)
+        return before.sum(axis=1) - 1
 
 
-def _parts(weights: Sequence[float]) -> IntArray:
+def parts_of_period(weights: Sequence[float]) -> list[int]:
     """Weights as whole parts of PERIOD, at least one each: the largest remainders are rounded up."""
     exact = np.array(weights, np.float64) / math.fsum(weights) * PERIOD
     counts = np.maximum(np.floor(exact), 1).astype(np.int64)
     by_remainder = np.argsort(-(exact - counts), kind="stable")
-    for index in by_remainder[: max(0, PERIOD - int(counts.sum()))]:
-        counts[index] += 1
+    counts[by_remainder[: max(0, PERIOD - int(counts.sum()))]] += 1
     counts[int(np.argmax(counts))] += PERIOD - counts.sum()  # what tiny weights were raised by
-    return counts
+    return [int(count) for count in counts]

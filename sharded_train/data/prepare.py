@@ -25,6 +25,7 @@ from sharded_train.errors import ConfigError
 
 Progress = Callable[[str], None]
 Notes = dict[str, dict[str, Any]]  # of shards, by their keys
+_LARGE_BYTES = 1 << 30
 _VERIFIED_BYTES = 1 << 28  # of text: at most so much is compared with its checksums at every start
 
 
@@ -166,7 +167,8 @@ def _teller(missing: Sequence[Shard], progress: Progress, meter: Callable[[int, 
     """What is told of bytes that are tokenized, and tells `meter`, or `progress` now and then."""
     total, done, told = sum(shard.num_bytes for shard in missing), 0, time.monotonic()
     num_documents = sum(part.num_documents for shard in missing for _, part in shard.parts)
-    progress(f"data: tokenizing {num_documents:,} documents, {total / 1e6:,.1f} MB")
+    ahead = "; `sharded-train data` does it ahead, on all cores" if total > _LARGE_BYTES and meter is None else ""
+    progress(f"data: tokenizing {num_documents:,} documents, {total / 1e6:,.1f} MB{ahead}")
 
     def advance(amount: int) -> None:
         nonlocal done, told

@@ -132,7 +132,8 @@ def _json_lines(path: Path, reading: Reading, start: int) -> Iterator[Record]:
     """Blank lines are no records. Of a compressed file there is one place to start: its beginning."""
     can_start = path.suffix.lower() not in (*_GZIP, *_ZSTD)
     with closing(_open(path)) as file:
-        file.seek(start) if start else None
+        if start:
+            file.seek(start)
         place = start
         for number, line in enumerate(file, 1):
             place += len(line)
@@ -157,6 +158,7 @@ def _parquet(path: Path, reading: Reading, start: int) -> Iterator[Record]:
     from pyarrow import parquet
 
     names = [name for template in (reading.prompt, reading.text) if template for name in template_fields(template)]
+    first = 0
     try:
         with parquet.ParquetFile(path, memory_map=True, pre_buffer=False) as file:
             schema = file.schema_arrow
@@ -172,6 +174,10 @@ def _parquet(path: Path, reading: Reading, start: int) -> Iterator[Record]:
                     first += len(batch)
     except pa.ArrowException as error:
         raise BadText(f"{path}: broken Parquet: {error}") from error
+    except UnicodeDecodeError as error:
+        raise BadText(
+            f"{path}, row {first} or one of the {_ROWS_AT_ONCE} after it: not UTF-8: {error.reason}"
+        ) from error
 
 
 def _record(fields: Mapping[str, Any], reading: Reading, where: str, next_start: int) -> Record:

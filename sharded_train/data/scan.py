@@ -67,7 +67,7 @@ def hashed(record: Record) -> Document:
     digest = hashlib.sha256()
     document = Document(record.prompt, iter(()))
     if record.prompt:
-        digest.update(record.prompt.encode() + b"\0")
+        digest.update(f"{len(record.prompt)}\0{record.prompt}".encode())
 
     def pieces() -> Iterator[str]:
         document.num_bytes += len(record.prompt.encode())
