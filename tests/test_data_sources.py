@@ -176,6 +176,28 @@ def test_workers_parts_and_paths_do_not_change_the_samples(tmp_path: Path, monke
             np.testing.assert_array_equal(rows[index]["tokens"], one.train[index]["tokens"])
 
 
+def test_what_another_process_has_done_by_now_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+    source = Source((f"{tmp_path}/a.jsonl",), text=TEMPLATE)
+    data = made(tmp_path / "cache", source)
+    (shard,) = data.shards["source 0"]
+    monkeypatch.setattr(shards, "documents_of", None)
+    done: list[int] = []
+    assert shards.write_shard(data.tokenizer, shard, done.append) == (shard.key, data.notes[shard.key])
+    assert done == [shard.num_bytes]
+
+
+def test_files_that_are_gone_are_told_of(tmp_path: Path) -> None:
+    for number in range(3):
+        write_jsonl(tmp_path / f"{number}.jsonl", DOCUMENTS[number * 20 : number * 20 + 20])
+    source = Source((f"{tmp_path}/*.jsonl",), text=TEMPLATE)
+    made(tmp_path / "cache", source)
+    (tmp_path / "1.jsonl").unlink()
+    said: list[str] = []
+    assert len(texts_of(made(tmp_path / "cache", source, said=said))) == 40
+    assert said[0] == f"data: 1 files are gone since the text was last read: {tmp_path}/1.jsonl"
+
+
 def test_a_mixture_keeps_its_sources_apart(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
     write_parquet(tmp_path / "b.parquet", [{"text": f"other {n} " * 5} for n in range(40)])
@@ -346,7 +368,9 @@ def test_weights_that_cannot_be_are_refused(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "b.jsonl", [{"text": "x"}])
     few = Source((f"{tmp_path}/a.jsonl",), name="few", weight=1e-9)
     much = Source((f"{tmp_path}/a.jsonl",), name="much", weight=1.0)
-    with pytest.raises(ConfigError, match=r"the weight 1e-09 of few is 1e-09 of the sum 1; shares are multiples of 1/"):
+    with pytest.raises(
+        ConfigError, match=r"data\.sources\.0\.weight = 1e-09 is 1e-09 of the sum of all; .* multiples of 1/"
+    ):
         made(tmp_path / "cache", few, much)
     one = Source((f"{tmp_path}/b.jsonl",), name="one", weight=1.0)
     with pytest.raises(ConfigError, match="all documents of one fell to validation, but its weight is 1"):

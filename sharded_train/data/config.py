@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from string import Formatter
 from typing import Literal
 
+PERIOD = 1 << 16  # the shares of weighted sources are multiples of 1 / PERIOD
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -109,6 +111,13 @@ class DataConfig:
         names = [source.name for source in self.all_sources()]
         if again := {str(name) for name in names if names.count(name) > 1}:
             yield f"data.sources: several are named {', '.join(sorted(again))}; names tell them apart in reports"
+        total = sum(source.weight or 0.0 for source in self.sources)
+        for number, source in enumerate(self.sources):
+            if source.weight is not None and 0 < source.weight < total / PERIOD / 2:
+                yield (
+                    f"data.sources.{number}.weight = {source.weight} is {source.weight / total:.2g} of the sum of all; "
+                    f"shares are multiples of 1/{PERIOD}"
+                )
         without = [source.name for source in self.all_sources() if source.weight is None]
         if 0 < len(without) < len(names):
             yield f"data.sources: {', '.join(map(str, without))} have no weight, the others do; all must or none"

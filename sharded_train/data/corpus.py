@@ -118,6 +118,8 @@ def _read_source(
     notes[_note_path(folder, source)] = scans
     if changed := [scan.path for scan in scans if scan.path in noted and scan.parts != noted[scan.path].parts]:
         progress(f"data: {len(changed)} files changed since they were last read: {', '.join(listed(changed))}")
+    if gone := sorted(noted.keys() - set(map(str, paths))) if paths and source.max_bytes is None else []:
+        progress(f"data: {len(gone)} files are gone since the text was last read: {', '.join(listed(gone))}")
     problems = [result for result in results if isinstance(result, str)]
     if problems and lenient:
         progress(f"data: left out {len(problems)} files of the standard library that are not readable UTF-8")

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sharded_train.data.config import PERIOD
 from sharded_train.data.order import train_sample
 from sharded_train.data.rows import Row, Rows
 
 IntArray = npt.NDArray[np.int64]
-PERIOD = 1 << 16  # samples after which the turns of weighted sources repeat; weights are rounded to parts of it
 _EXACT = 1 << 30  # products of two numbers up to here, and twice that, fit into an int64
 
 

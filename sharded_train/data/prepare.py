@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,12 +17,13 @@ from sharded_train.data.baselines import cached_baselines
 from sharded_train.data.cache import cached_file, digest
 from sharded_train.data.config import DataConfig
 from sharded_train.data.corpus import TELL_EVERY, Corpus, SourceFiles, collect
-from sharded_train.data.mixture import PERIOD, Member, Mixture
+from sharded_train.data.mixture import Member, Mixture
 from sharded_train.data.parallel import Advance, each
 from sharded_train.data.rows import PACKING, Rows, aligned_starts
 from sharded_train.data.scan import documents_of
-from sharded_train.data.shards import SIDES, Shard, ShardStream, mask_bit, note_of, plan, token_dtype, write_shard
-from sharded_train.data.tokenizer import TextTokenizer, load_tokenizer, trained_tokenizer
+from sharded_train.data.shards import SIDES, Shard, note_of, plan, write_shard
+from sharded_train.data.token_files import ShardStream, mask_bit, token_dtype
+from sharded_train.data.tokenizer import TextTokenizer, check_vocab_size, load_tokenizer, trained_tokenizer
 from sharded_train.errors import ConfigError
 
 Progress = Callable[[str], None]
@@ -72,15 +75,18 @@ def prepare(
     if problems := config.problems():
         raise ConfigError(problems)
     folder = Path(config.cache_dir).expanduser() if config.cache_dir is not None else cache_dir
+    if config.tokenizer is None:
+        check_vocab_size(vocab_size)
+    given = None if config.tokenizer is None else load_tokenizer(config.tokenizer, vocab_size, progress)
     corpus = collect(config, folder, progress, num_workers=num_workers)
-    tokenizer = _tokenizer(config, corpus, vocab_size, folder, progress)
+    tokenizer = given or _trained_tokenizer(corpus, vocab_size, folder, progress)
     shards = {source.name: plan(source, corpus, tokenizer, folder) for source in corpus.sources}
     every = [shard for of_source in shards.values() for shard in of_source]
     verify = verify or sum(shard.num_bytes for shard in every) <= _VERIFIED_BYTES
     notes = _build(every, tokenizer, progress, num_workers, meter, verify)
     sides = {side: _mixture(side, corpus, shards, notes, tokenizer, sequence_length, progress) for side in SIDES}
     train, validation = sides["train"], sides["validation"]
-    _check(train, corpus)
+    _check(train)
     streams = [[notes[shard.key]["files"] for shard in of_source] for of_source in shards.values()]
     return TextData(
         tokenizer=tokenizer,
@@ -111,9 +117,7 @@ def prepare(
     )
 
 
-def _tokenizer(config: DataConfig, corpus: Corpus, vocab_size: int, folder: Path, progress: Progress) -> TextTokenizer:
-    if config.tokenizer is not None:
-        return load_tokenizer(config.tokenizer, vocab_size, progress)
+def _trained_tokenizer(corpus: Corpus, vocab_size: int, folder: Path, progress: Progress) -> TextTokenizer:
     key = digest(corpus.border, [[part.digest for _, part in source.parts] for source in corpus.sources])
     return trained_tokenizer(partial(_sample, corpus), key, vocab_size, folder, progress)
 
@@ -156,9 +160,13 @@ def _build(
             continue
         if shard.path("json").exists():
             progress(f"{shard.path('json')} or a file beside it is damaged: building them again")
+            shard.path("json").unlink(missing_ok=True)
         missing.append(shard)
     if missing:
         advance = _teller(missing, progress, meter)
+        # Hosts that share a folder begin in different places, and leave out what another has done by then.
+        first = zlib.crc32(platform.node().encode()) % len(missing)
+        missing = [*missing[first:], *missing[:first]]
         notes |= each(partial(write_shard, tokenizer), missing, num_workers=num_workers, advance=advance)
     return notes
 
@@ -219,23 +227,14 @@ def _aligned(rows: Rows, path: Path, progress: Progress) -> Rows:
     return dataclasses.replace(rows, starts=starts)
 
 
-def _check(train: Mixture, corpus: Corpus) -> None:
-    """Raise ConfigError for sources that are to be trained on and cannot be."""
-    problems = []
-    total = sum(member.weight or 0.0 for member in train.members)
-    for member in train.members:
-        if member.weight is None:
-            continue
-        if not len(member.rows):
-            problems.append(
-                f"data: all documents of {member.name} fell to validation, but its weight is {member.weight}; give it "
-                "more documents, or lower data.validation_fraction"
-            )
-        if member.weight / total < 0.5 / PERIOD:
-            problems.append(
-                f"data: the weight {member.weight} of {member.name} is {member.weight / total:.2g} of the sum "
-                f"{total:g}; shares are multiples of 1/{PERIOD}"
-            )
+def _check(train: Mixture) -> None:
+    """Raise ConfigError for sources that are to be trained on and have nothing for it."""
+    problems = [
+        f"data: all documents of {member.name} fell to validation, but its weight is {member.weight}; give it more "
+        "documents, or lower data.validation_fraction"
+        for member in train.members
+        if member.weight is not None and not len(member.rows)
+    ]
     if problems:
         raise ConfigError(problems)
 

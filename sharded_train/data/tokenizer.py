@@ -94,6 +94,15 @@ def _revived(serialised: str) -> TextTokenizer:
     return TextTokenizer.of(revive(serialised))
 
 
+def check_vocab_size(vocab_size: int) -> None:
+    """Raise ConfigError for a vocabulary that is too small for a trained tokenizer."""
+    if vocab_size <= NUM_BYTES:
+        raise ConfigError(
+            f"model.vocab_size = {vocab_size} is too small for a byte-level tokenizer, which has at least "
+            f"{NUM_BYTES} bytes + 1 end of text = {NUM_BYTES + 1} tokens"
+        )
+
+
 def trained_tokenizer(
     sample: Callable[[int], Iterator[str]],
     sample_key: str,
@@ -105,11 +114,7 @@ def trained_tokenizer(
 
     It is trained on `sample(n)`, about n bytes of the training text; `sample_key` says what text that is.
     """
-    if vocab_size <= NUM_BYTES:
-        raise ConfigError(
-            f"model.vocab_size = {vocab_size} is too small for a byte-level tokenizer, which has at least "
-            f"{NUM_BYTES} bytes + 1 end of text = {NUM_BYTES + 1} tokens"
-        )
+    check_vocab_size(vocab_size)
     wanted = SAMPLE_BYTES_PER_TOKEN * vocab_size
     name = f"byte-level BPE {MAX_TOKEN_BYTES} {vocab_size} {wanted} {sample_key}"
     path = cache_dir / f"tokenizer-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"

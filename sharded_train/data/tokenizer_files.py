@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import json
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -184,8 +185,8 @@ def _named(name: str) -> Loaded:
         encoding = tiktoken.get_encoding(name)
     except Exception as error:  # requests and urllib3 have many
         raise ConfigError(
-            f"data.tokenizer: tiktoken cannot get the files of {name!r}: {type(error).__name__}: {error}. On a machine "
-            "without internet, copy tiktoken's cache from another one and set TIKTOKEN_CACHE_DIR to it"
+            f"data.tokenizer: tiktoken cannot get the files of {name!r}: {textwrap.shorten(str(error), 200)}. On a "
+            "machine without internet, copy tiktoken's cache from another one and set TIKTOKEN_CACHE_DIR to it"
         ) from error
     try:
         return revive(_json_of_encoding(encoding))
