@@ -333,5 +333,18 @@ def test_baselines_do_not_depend_on_the_parts_they_are_worked_out_in(
     text = "".join(texts_of(data.validation, data.tokenizer)).encode()
     assert whole["gzip_bits_per_byte"] == 8 * len(gzip.compress(text, 9)) / len(text)
     monkeypatch.setattr("sharded_train.data.rows._TOKENS_AT_ONCE", 100)
-    monkeypatch.setattr("sharded_train.data.baselines._TRAIN_PARTS", 10**6)
+    monkeypatch.setattr("sharded_train.data.baselines._PARTS", 10**6)
     assert baselines(train, validation, data.tokenizer) == pytest.approx(whole, rel=1e-12)
+
+
+def test_baselines_of_very_much_text_are_those_of_its_first_part(
+    corpus_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = prepared(corpus_dir, tmp_path / "cache")
+    train, validation = ([member.rows for member in side.members] for side in (data.train, data.validation))
+    monkeypatch.setattr("sharded_train.data.rows._TOKENS_AT_ONCE", 100)
+    monkeypatch.setattr("sharded_train.data.baselines._PARTS", 1)
+    tokens = validation[0].stream.read(0, 100)
+    text = b"".join(data.tokenizer.token_text[token] for token in tokens.tolist())
+    found = baselines(train, validation, data.tokenizer)
+    assert found["gzip_bits_per_byte"] == 8 * len(gzip.compress(text, 9)) / len(text)

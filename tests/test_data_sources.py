@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from sharded_train import config
+from sharded_train import config, recipe
 from sharded_train.data import scan, shards
 from sharded_train.data.config import DataConfig, Source, template_fields
 from sharded_train.data.prepare import TextData, prepare
@@ -375,6 +376,20 @@ def test_weights_that_cannot_be_are_refused(tmp_path: Path) -> None:
     one = Source((f"{tmp_path}/b.jsonl",), name="one", weight=1.0)
     with pytest.raises(ConfigError, match="all documents of one fell to validation, but its weight is 1"):
         made(tmp_path / "cache", much, one, validation_fraction=0.9)
+
+
+def test_the_examples_of_the_page_are_configs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+    examples = [part.partition("```")[0] for part in page.split("```python\n")[1:]]
+    found = []
+    for number, example in enumerate(examples):
+        path = tmp_path / f"{number}.py"
+        body = textwrap.indent(f"config = ConfigDict()\n{example}\nreturn config\n", "    ")
+        path.write_text(f"from ml_collections import ConfigDict\n\n\ndef get_config():\n{body}")
+        found.append(recipe.load(path).data)
+        assert found[-1].problems() == []
+    assert [len(settings.sources) for settings in found] == [0, 3]
+    assert found[1].sources[2] == Source(("chat.jsonl",), "chat", prompt="question", completion="answer", weight=0.1)
 
 
 def test_sources_are_given_in_the_config_and_changed_on_the_command_line() -> None:
