@@ -294,6 +294,37 @@ def test_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         cached_file(tmp_path / "file" / "data", Path.touch, quiet)
 
 
+def test_a_tokenizer_sees_a_sample_of_a_document_longer_than_everything(tmp_path: Path) -> None:
+    vocabularies = []
+    for name in ("early", "later"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "long.txt").write_text("some words and words\n" * 30_000 + f"{name} " * 1_000)
+        (folder / "short.txt").write_text("some words\n")
+        data = prepared(folder, tmp_path / f"cache-{name}", vocab_size=270, validation_fraction=1e-9)
+        vocabularies.append(data.tokenizer.token_text)
+        long = max(texts_of(data.train, data.tokenizer) + texts_of(data.validation, data.tokenizer), key=len)
+        assert long == (folder / "long.txt").read_text()
+    assert b" words" in vocabularies[0]
+    assert vocabularies[0] == vocabularies[1]
+
+
+def test_text_beyond_the_sample_does_not_change_the_tokenizer(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"some words and words {number}\n" * 2_000)
+    first = prepared(folder, tmp_path / "cache", vocab_size=270, validation_fraction=0.2)
+    sources = collect(DataConfig(files=(f"{folder}/*.txt",)), tmp_path / "cache", quiet).sources
+    last = max(sources[0].parts, key=lambda each: each[1].digest)[0]
+    last.unlink()
+    said: list[str] = []
+    again = prepared(folder, tmp_path / "cache", vocab_size=270, validation_fraction=0.2, said=said)
+    assert again.tokenizer.sha256 == first.tokenizer.sha256
+    assert not any("training a tokenizer" in line for line in said)
+    assert any("tokenizing 39 documents" in line for line in said)  # they are one shard
+
+
 def test_config_cache_dir_wins(corpus_dir: Path, tmp_path: Path) -> None:
     prepared(corpus_dir, tmp_path / "unused", cache_dir=str(tmp_path / "wanted"))
     assert (tmp_path / "wanted").is_dir()
@@ -301,7 +332,7 @@ def test_config_cache_dir_wins(corpus_dir: Path, tmp_path: Path) -> None:
 
 
 def test_baselines_by_hand(tmp_path: Path) -> None:
-    tokenizer = trained_tokenizer(lambda _: iter(["ab", "ab", "abc"]), "", 258, tmp_path, quiet)
+    tokenizer = trained_tokenizer(lambda: iter(["ab", "ab", "abc"]), "", 258, tmp_path, quiet)
     assert b"ab" in tokenizer.token_text
 
     def rows(texts: Iterable[str], mask: str = "") -> list[Rows]:

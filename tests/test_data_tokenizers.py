@@ -81,7 +81,7 @@ def test_unusable_tokenizers_are_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="lacks some of the 256 bytes"):
         load_tokenizer(saved(path, few), 300, quiet)
     with pytest.raises(ConfigError, match=r"model\.vocab_size = 256 is too small.* = 257 tokens"):
-        trained_tokenizer(lambda _: iter([]), "", 256, tmp_path, quiet)
+        trained_tokenizer(lambda: iter([]), "", 256, tmp_path, quiet)
 
 
 def test_tokenizer_that_alters_text_is_said(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_tokenizer_that_alters_text_is_said(tmp_path: Path) -> None:
 
 
 def test_the_smallest_vocabulary_is_the_bytes(tmp_path: Path) -> None:
-    tokenizer = trained_tokenizer(lambda _: iter(["one and two"]), "", 257, tmp_path, quiet)
+    tokenizer = trained_tokenizer(lambda: iter(["one and two"]), "", 257, tmp_path, quiet)
     assert tokenizer.vocab_size == 257
     assert sorted(tokenizer.token_text) == [b"", *sorted(bytes([byte]) for byte in range(256))]
 

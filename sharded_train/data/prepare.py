@@ -20,10 +20,16 @@ from sharded_train.data.corpus import TELL_EVERY, Corpus, SourceFiles, collect
 from sharded_train.data.mixture import Member, Mixture
 from sharded_train.data.parallel import Advance, each
 from sharded_train.data.rows import PACKING, Rows, aligned_starts
-from sharded_train.data.scan import documents_of
+from sharded_train.data.scan import Part, documents_of
 from sharded_train.data.shards import SIDES, Shard, note_of, plan, write_shard
 from sharded_train.data.token_files import ShardStream, mask_bit, token_dtype
-from sharded_train.data.tokenizer import TextTokenizer, check_vocab_size, load_tokenizer, trained_tokenizer
+from sharded_train.data.tokenizer import (
+    SAMPLE_BYTES_PER_TOKEN,
+    TextTokenizer,
+    check_vocab_size,
+    load_tokenizer,
+    trained_tokenizer,
+)
 from sharded_train.errors import ConfigError
 
 Progress = Callable[[str], None]
@@ -118,27 +124,38 @@ def prepare(
 
 
 def _trained_tokenizer(corpus: Corpus, vocab_size: int, folder: Path, progress: Progress) -> TextTokenizer:
-    key = digest(corpus.border, [[part.digest for _, part in source.parts] for source in corpus.sources])
-    return trained_tokenizer(partial(_sample, corpus), key, vocab_size, folder, progress)
-
-
-def _sample(corpus: Corpus, num_bytes: int) -> Iterator[str]:
-    """About so many bytes of the training text, of each source by its weight, else by its size."""
+    """A tokenizer of the first of each source's text, of each by its weight, else by its size."""
     sizes = [source.source.weight or source.num_bytes for source in corpus.sources]
-    for source, size in zip(corpus.sources, sizes, strict=True):
-        yield from _first(source, corpus.border, round(num_bytes * size / sum(sizes)))
+    wanted = [round(SAMPLE_BYTES_PER_TOKEN * vocab_size * size / sum(sizes)) for size in sizes]
+    first = [_first_parts(source, num_bytes) for source, num_bytes in zip(corpus.sources, wanted, strict=True)]
+
+    def sample() -> Iterator[str]:
+        for source, num_bytes, parts in zip(corpus.sources, wanted, first, strict=True):
+            yield from _first_text(source, parts, corpus.border, num_bytes)
+
+    key = digest(corpus.border, wanted, [[part.digest for _, part in parts] for parts in first])
+    return trained_tokenizer(sample, key, vocab_size, folder, progress)
 
 
-def _first(source: SourceFiles, border: str, num_bytes: int) -> Iterator[str]:
-    """The first of a source's training text, in pieces: one document may be larger than any sample."""
+def _first_parts(source: SourceFiles, num_bytes: int) -> list[tuple[Path, Part]]:
+    """As many parts as hold so much text, in the order of their contents: text that is added seldom changes them."""
+    parts = []
     for path, part in source.parts:
+        if num_bytes > 0:
+            parts.append((path, part))
+        num_bytes -= part.num_bytes
+    return parts
+
+
+def _first_text(source: SourceFiles, parts: Sequence[tuple[Path, Part]], border: str, num_bytes: int) -> Iterator[str]:
+    """The training text of parts, up to so many bytes, in pieces: one document may be larger than any sample."""
+    for path, part in parts:
         for document in documents_of(path, source.reading, part):
-            if document.sha256 < border:
-                _ = [None for _ in document.pieces]
-                continue
+            is_train = document.sha256 >= border
             for piece in (document.prompt, *document.pieces) if document.prompt else document.pieces:
-                yield piece
-                num_bytes -= len(piece.encode())
+                if is_train:
+                    yield piece
+                    num_bytes -= len(piece.encode())
                 if num_bytes <= 0:
                     return
 

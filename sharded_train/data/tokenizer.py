@@ -104,7 +104,7 @@ def check_vocab_size(vocab_size: int) -> None:
 
 
 def trained_tokenizer(
-    sample: Callable[[int], Iterator[str]],
+    sample: Callable[[], Iterator[str]],
     sample_key: str,
     vocab_size: int,
     cache_dir: Path,
@@ -112,15 +112,16 @@ def trained_tokenizer(
 ) -> TextTokenizer:
     """A byte-level BPE of at most `vocab_size` tokens, kept in `cache_dir`.
 
-    It is trained on `sample(n)`, about n bytes of the training text; `sample_key` says what text that is.
+    It is trained on `sample()`, about SAMPLE_BYTES_PER_TOKEN of the training text for every token; `sample_key` says
+    what text that is.
     """
     check_vocab_size(vocab_size)
-    wanted = SAMPLE_BYTES_PER_TOKEN * vocab_size
-    name = f"byte-level BPE {MAX_TOKEN_BYTES} {vocab_size} {wanted} {sample_key}"
+    name = f"byte-level BPE {MAX_TOKEN_BYTES} {vocab_size} {sample_key}"
     path = cache_dir / f"tokenizer-{hashlib.sha256(name.encode()).hexdigest()[:16]}.json"
 
     def build(temporary: Path) -> None:
-        progress(f"data: training a tokenizer of {vocab_size} tokens on at most {wanted / 1e6:.1f} MB of text")
+        most = SAMPLE_BYTES_PER_TOKEN * vocab_size / 1e6
+        progress(f"data: training a tokenizer of {vocab_size} tokens on at most {most:.1f} MB of text")
         backend = tokenizers.Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
@@ -131,7 +132,7 @@ def trained_tokenizer(
             max_token_length=MAX_TOKEN_BYTES,
             show_progress=False,
         )
-        backend.train_from_iterator(sample(wanted), trainer)
+        backend.train_from_iterator(sample(), trainer)
         temporary.write_text(backend.to_str(), encoding="utf-8")
 
     cached_file(path, build, progress)
