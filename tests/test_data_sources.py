@@ -188,6 +188,24 @@ def test_what_another_process_has_done_by_now_is_left_as_it_is(tmp_path: Path, m
     assert done == [shard.num_bytes]
 
 
+def test_a_file_that_is_added_makes_one_shard_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "PART_BYTES", 1000)
+    for number in range(100):
+        (tmp_path / f"{number}.txt").write_text(f"some words of text {number} " * (1 + number % 9))
+    (tmp_path / "large.txt").write_text("a large one " * 200)
+    source = Source((f"{tmp_path}/*.txt",))
+    before = made(tmp_path / "cache", source)
+    files = [len(shard.parts) for shard in before.shards["source 0"]]
+    assert sum(files) == 101
+    assert 10 < len(files) < 60
+    assert all(len(shard.parts) == 1 for shard in before.shards["source 0"] if shard.num_bytes > 2000)
+    (tmp_path / "new.txt").write_text("a new one")
+    (tokenizer,) = (tmp_path / "cache").glob("tokenizer-*.json")
+    again = made(tmp_path / "cache", source, tokenizer=str(tokenizer))
+    assert len(again.notes.keys() - before.notes.keys()) == 1
+    assert len(texts_of(again)) == 102
+
+
 def test_files_that_are_gone_are_told_of(tmp_path: Path) -> None:
     for number in range(3):
         write_jsonl(tmp_path / f"{number}.jsonl", DOCUMENTS[number * 20 : number * 20 + 20])

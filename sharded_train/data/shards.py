@@ -18,6 +18,7 @@ import secrets
 import shutil
 from array import array
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from sharded_train.data.cache import digest, file_sha256
 from sharded_train.data.corpus import Corpus, SourceFiles
 from sharded_train.data.parallel import Advance
 from sharded_train.data.records import Reading, pieces_of
-from sharded_train.data.scan import PART_BYTES, Part, documents_of
+from sharded_train.data.scan import PART_BYTES, FileScan, Part, documents_of
 from sharded_train.data.token_files import TokenWriter
 from sharded_train.data.tokenizer import TextTokenizer
 from sharded_train.errors import ConfigError
@@ -56,21 +57,24 @@ class Shard:
 
 
 def plan(source: SourceFiles, corpus: Corpus, tokenizer: TextTokenizer, folder: Path) -> list[Shard]:
-    """The shards of a source: its parts, as many small ones together as make about one large one."""
-    groups: list[list[tuple[Path, Part]]] = []
-    filled = PART_BYTES
-    for path, part in source.parts:
-        if filled + part.num_bytes > PART_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append((path, part))
-        filled += part.num_bytes
+    """The shards of a source: each large part alone, and small files together whose hashes begin alike.
+
+    So a file that is added or changed changes one shard, until there is twice as much text.
+    """
+    bits = (source.num_bytes // PART_BYTES).bit_length()
+
+    def together(part_of: tuple[FileScan, Part]) -> tuple[int, str | None]:
+        scan, part = part_of
+        first = int(scan.parts[0].digest[:8], 16) >> (32 - bits)
+        return first, part.digest if part.num_bytes >= PART_BYTES else None
+
     how = (LAYOUT, tokenizer.sha256, source.reading.prompt is not None, corpus.border)
-
-    def key(group: list[tuple[Path, Part]]) -> str:
-        return digest(*how, [part.digest for _, part in group])[:32]
-
-    return [Shard(folder, key(group), source.reading, corpus.border, tuple(group)) for group in groups]
+    shards = []
+    for _, group in groupby(((scan, part) for scan in source.scans for part in scan.parts), together):
+        parts = tuple((Path(scan.path), part) for scan, part in group)
+        key = digest(*how, [part.digest for _, part in parts])[:32]
+        shards.append(Shard(folder, key, source.reading, corpus.border, parts))
+    return shards
 
 
 def note_of(shard: Shard, *, verify: bool) -> dict[str, Any] | None:
