@@ -2,8 +2,8 @@
 
     python benchmarks/step_time.py [--layouts 1x1 8x1 4x2] [--dtypes fp32 bf16] [--windows 7] [--steps 3]
 
-Each contender is a process of its own that works only when told to. After a warm-up they run windows of steps in turn, so
-that a machine that slows down slows both; what counts is the median of the ratios of neighbouring windows, with the
+Each contender is a process of its own that works only when told to. After a warm-up they run windows of steps in turn,
+so that a machine that slows down slows both; what counts is the median of the ratios of neighbouring windows, with the
 interval that holds the middle 90 % of medians of resampled ratios. Seconds are shown for orientation only.
 """
 

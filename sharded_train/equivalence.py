@@ -100,7 +100,7 @@ def weights(program: Program) -> dict:
 
     def draw(name: str) -> np.ndarray:
         spec = named[name]
-        noise = np.random.default_rng(zlib.crc32(name.encode())).normal(0, 0.03, spec.shape).astype(np.float32)
+        noise = np.random.default_rng(zlib.crc32(name.encode())).normal(0, 0.045, spec.shape).astype(np.float32)
         return noise + np.float32(name.endswith("gain"))
 
     drawn = iter([draw(name) for name in named])

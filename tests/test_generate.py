@@ -14,7 +14,7 @@ from sharded_train.equivalence import MODELS, Layout, program
 from sharded_train.generate import Sampling, sample_tokens
 from sharded_train.models import decoder
 from sharded_train.models.stack import layer_stack
-from sharded_train.ops.linear import product
+from sharded_train.ops.linear import similarity
 from sharded_train.step import Program
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -39,7 +39,7 @@ def next_logits(model: str, tokens: np.ndarray) -> np.ndarray:
         block = lambda x, w, c, i: decoder.block(p.model, "xla", x, w, c, i)
         x = layer_stack(block, lambda w: w, x, weights["layers"], ctx)
         x = decoder.final(p.model, x, weights, tp)
-        rows = product(x.reshape(-1, x.shape[-1]), decoder.head(p.model, weights), transposed=True)
+        rows = similarity(x.reshape(-1, x.shape[-1]), decoder.head(p.model, weights))
         return rows.reshape(*tokens.shape, -1)
 
     run = jax.shard_map(forward, mesh=p.mesh, in_specs=(p.plan.stored, P()), out_specs=P())

@@ -20,7 +20,9 @@ from sharded_train.collectives import TensorParallel, all_reduce
 from sharded_train.equivalence import MODELS, SEQ
 from sharded_train.models import decoder
 from sharded_train.ops import attention, dropout, loss, rope
+from sharded_train.ops.dot import dot
 from sharded_train.ops.embedding import lookup, own_rows, take
+from sharded_train.ops.linear import linear
 from sharded_train.params import tree_map
 from sharded_train.sharding import ZeroConfig, plan_of
 from tests import oracle
@@ -232,34 +234,81 @@ def plain_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.nda
     return out
 
 
-@pytest.mark.parametrize(
-    ("queries", "keys", "kv_heads", "visible"),
-    [
-        pytest.param(7, 7, 2, oracle.may_see(SEGMENTS), id="documents"),
-        pytest.param(7, 7, 1, None, id="plain-causal"),
-        pytest.param(2, 9, 4, np.arange(9) <= np.array([[3, 4], [6, 7]])[..., None], id="a-cache"),
-    ],
-)
-def test_attention_is_the_plain_formula(queries: int, keys: int, kv_heads: int, visible: np.ndarray | None) -> None:
-    q, k, v = normal(2, queries, 4, 8), normal(2, keys, kv_heads, 8, seed=1), normal(2, keys, kv_heads, 8, seed=2)
-    mask = None if visible is None else jnp.asarray(visible)
-    got = attention.attention(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), mask, "xla")
-    want = plain_attention(q, k, v, np.tril(np.ones((2, 7, 7))) if visible is None else visible)
-    assert relative(got, want) < 1e-6
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_attention_is_the_plain_formula(kv_heads: int) -> None:
+    q, k, v = normal(2, 7, 4, 8), normal(2, 7, kv_heads, 8, seed=1), normal(2, 7, kv_heads, 8, seed=2)
+    got = attention.attention(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(SEGMENTS), "xla")
+    assert relative(got, plain_attention(q, k, v, oracle.may_see(SEGMENTS))) < 1e-6
+
+
+def test_attention_to_a_cache_is_the_plain_formula() -> None:
+    q, k, v = normal(2, 2, 4, 8), normal(2, 9, 2, 8, seed=1), normal(2, 9, 2, 8, seed=2)
+    visible = np.arange(9) <= np.array([[3, 4], [6, 7]])[..., None]
+    got = attention.attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(visible))
+    assert relative(got, plain_attention(q, k, v, visible)) < 1e-6
+
+
+@pytest.mark.parametrize(("seq", "num_tiles"), [(96, 1), (384, 3), (250, 1)])
+def test_attention_in_tiles_is_attention_at_once(seq: int, num_tiles: int) -> None:
+    """Output and gradients, documents that cross the tiles included, against autodiff of the plain formula."""
+    tiles = list(attention._tiles(seq))
+    assert len(tiles) == num_tiles
+    assert [rows.stop for rows, _ in tiles] == [keys.stop for _, keys in tiles]
+    assert tiles[-1][0].stop == seq
+    q, k, v, d_out = (jnp.asarray(normal(2, seq, n, 8, seed=i)) for i, n in enumerate((4, 2, 2, 4)))
+    segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 5, (2, seq)), axis=1))
+
+    def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(8)
+        visible = jnp.asarray(oracle.may_see(np.asarray(segments)))
+        p = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), axis=-1)
+        return jnp.einsum("bhts,bshd->bthd", p, v)
+
+    out, back = jax.vjp(lambda q, k, v: attention.attention(q, k, v, segments, "xla"), q, k, v)
+    want, want_back = jax.vjp(plain, q, k, v)
+    assert relative(out, want) < 1e-6
+    for got, expected in zip(back(d_out), want_back(d_out), strict=True):
+        assert relative(got, expected) < 2e-6
 
 
 def test_gradients_of_attention_are_zero_exactly_where_nothing_is_seen() -> None:
     q, k, v = (jnp.asarray(normal(2, 7, n, 4, seed=seed)) for seed, n in enumerate((2, 1, 1)))
-    visible = attention.within_documents(jnp.asarray(SEGMENTS))
+    segments = jnp.asarray(SEGMENTS)
     want = oracle.may_see(SEGMENTS)
-    assert (np.asarray(visible) == want).all()
-    by_k, by_v = jax.jit(jax.jacrev(lambda k, v: attention.attention(q, k, v, visible, "xla"), (0, 1)))(k, v)
+    assert (np.asarray(attention.within_documents(segments, segments)) == want).all()
+    by_k, by_v = jax.jit(jax.jacrev(lambda k, v: attention.attention(q, k, v, segments, "xla"), (0, 1)))(k, v)
     # [row, query, head, dim, row, key, head, dim] -> [row, query, row, key]
-    by_k, by_v = (np.abs(np.asarray(jacobian)).sum((2, 3, 6, 7)) > 0 for jacobian in (by_k, by_v))
-    alone = want.sum(-1, keepdims=True) == 1  # alone in its softmax, a key's score changes nothing
-    for touched, expected in ((by_k, want & ~alone), (by_v, want)):
-        assert (touched[[0, 1], :, [0, 1]] == expected).all()
-        assert not touched[[0, 1], :, [1, 0]].any()
+    by_k, by_v = (np.abs(np.asarray(jacobian)).sum((2, 3, 6, 7)) for jacobian in (by_k, by_v))
+    alone = want.sum(-1, keepdims=True) == 1  # alone in its softmax, a key's score changes nothing but by rounding
+    for size, expected in ((by_k, want & ~alone), (by_v, want)):
+        assert ((size[[0, 1], :, [0, 1]] > 1e-5) == expected).all()
+        assert not size[[0, 1], :, [0, 1]][~want].any()
+        assert not size[[0, 1], :, [1, 0]].any()
+
+
+@pytest.mark.parametrize(("transpose_a", "transpose_b"), list(itertools.product([False, True], repeat=2)))
+def test_products_in_bf16_are_summed_in_fp32(transpose_a: bool, transpose_b: bool) -> None:
+    a, b = (jnp.asarray(x).astype(jnp.bfloat16) for x in (normal(3, 4, 2000), normal(3, 2000, 5, seed=1)))
+    want = np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    a, b = (x.mT if transposed else x for x, transposed in ((a, transpose_a), (b, transpose_b)))
+    run = jax.jit(
+        lambda a, b, t: dot(a, b, transpose_a=transpose_a, transpose_b=transpose_b, out_dtype=t), static_argnums=2
+    )
+    assert relative(run(a, b, jnp.dtype(jnp.float32)), want) < 1e-5
+    narrow = run(a, b, jnp.dtype(jnp.bfloat16))
+    assert narrow.dtype == jnp.bfloat16
+    assert relative(narrow, want) < 2**-8
+
+
+def test_linear_takes_the_dims_of_a_weight_together() -> None:
+    x, w, bias = normal(6, 8), normal(8, 3, 4, seed=1), normal(3, 4, seed=2)
+    assert (
+        relative(linear(jnp.asarray(x), jnp.asarray(w), jnp.asarray(bias)), x @ w.reshape(8, 12) + bias.reshape(12))
+        < 1e-6
+    )
+    y, out = normal(6, 12), normal(3, 4, 8, seed=3)
+    assert relative(linear(jnp.asarray(y), jnp.asarray(out)), y @ out.reshape(12, 8)) < 1e-6
 
 
 def test_cudnn_is_chosen_where_it_is_exact() -> None:

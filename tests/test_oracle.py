@@ -23,13 +23,6 @@ GQA = dataclasses.replace(MODELS["llama_gqa"], num_layers=2, bias=True, rope_the
 GPT2 = dataclasses.replace(MODELS["gpt2"], num_layers=2, norm_eps=1e-3, dropout=0.0)
 
 
-def strong_weights(p: Program) -> Tree:
-    """Layers half again as strong as `equivalence.weights`, so that softmax and activations are not nearly linear."""
-    weights = jax.tree.map(np.asarray, equivalence.weights(p))
-    strong = lambda path, w: w if "gain" in jax.tree_util.keystr(path) else 1.5 * w
-    return {**weights, "layers": jax.tree_util.tree_map_with_path(strong, weights["layers"])}
-
-
 def measure(p: Program, weights: Tree) -> Measurement:
     loss, grads, norm = jax.jit(p.loss_and_grads)(weights, hard_batch(p.model), jax.random.key(0))
     leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(grads, None)}
@@ -46,7 +39,7 @@ def measure(p: Program, weights: Tree) -> Measurement:
 )
 def test_one_device_equals_the_oracle(model: DecoderConfig, terms: dict[str, Any]) -> None:
     p = equivalence.program(model, Layout(), **terms)
-    weights = strong_weights(p)
+    weights = jax.tree.map(np.asarray, equivalence.weights(p))
     errors = equivalence.errors(measure(p, weights), oracle.measure(model, weights, hard_batch(model), **terms))
     assert len(errors) == len(jax.tree.leaves(weights)) + 2
     assert max(errors.values()) <= TOLERANCE, {name: e for name, e in errors.items() if e > TOLERANCE}

@@ -17,8 +17,8 @@ from sharded_train import compat
 from sharded_train.collectives import TensorParallel, all_gather, axis_size
 from sharded_train.models import decoder
 from sharded_train.models.decoder import DecoderConfig
-from sharded_train.ops.attention import attention
-from sharded_train.ops.linear import product
+from sharded_train.ops.attention import attend
+from sharded_train.ops.linear import similarity
 from sharded_train.params import Tree
 
 WHOLE = TensorParallel(sequence_parallel=False)
@@ -58,7 +58,7 @@ def advance(
     """
     positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
     visible = jnp.arange(cache.k.shape[2]) <= positions[..., None]
-    ctx = decoder.Context(decoder.rotary(config, positions), None, positions, None)
+    ctx = decoder.Context(decoder.rotary(config, positions), jnp.ones_like(tokens), positions, None)
     axes = compat.varying_axes(cache.k)
     x = compat.vary(decoder.embed(config, outer, tokens, positions, ctx, WHOLE), axes)
 
@@ -69,11 +69,11 @@ def advance(
         q, k, v = decoder.projections(config, decoder.norm(config, x, w["norm"]), w, ctx.rope)
         put = lambda places, new: lax.dynamic_update_slice_in_dim(places, new.astype(places.dtype), start, 1)
         now = Cache(put(old.k, k), put(old.v, v))
-        x = x + decoder.attention_out(attention(q, now.k, now.v, visible, "xla"), w, WHOLE)
+        x = x + decoder.attention_out(config, attend(q, now.k, now.v, visible), w, WHOLE)
         w = weights["mlp"]
         return x + decoder.mlp(config, decoder.norm(config, x, w["norm"]), w, WHOLE), now
 
     x, cache = lax.scan(layer, x, (layers, cache))
     last = decoder.final(config, x[:, -1:], outer, WHOLE)[:, 0]
-    logits = product(last, decoder.head(config, outer), transposed=True, out_dtype=jnp.float32)
+    logits = similarity(last, decoder.head(config, outer))
     return all_gather(logits, "tensor", 1)[:, : config.vocab_size], cache

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from sharded_train.collectives import TensorParallel, axis_index, axis_size
 from sharded_train.models.stack import SAVED
 from sharded_train.ops import rope
-from sharded_train.ops.attention import attention, within_documents
+from sharded_train.ops.attention import attention
 from sharded_train.ops.dropout import dropout
 from sharded_train.ops.embedding import lookup, own_rows
 from sharded_train.ops.linear import linear
@@ -122,7 +122,7 @@ class Context(flax.struct.PyTreeNode):
     """What every layer of one forward pass sees beside its weights; nothing here is differentiated by."""
 
     rope: tuple[jax.Array, jax.Array] | None  # cos and sin, see `rope.tables`
-    visible: jax.Array | None  # [batch, seq, keys] bool; None: plain causal
+    segments: jax.Array  # [batch, seq]: which document each token belongs to
     token_numbers: jax.Array  # [batch, seq between blocks] of the global batch: what dropout masks are keyed by
     dropout_key: jax.Array | None
 
@@ -132,7 +132,7 @@ def context(
 ) -> Context:
     """The context of a training pass: all `[batch, seq]` int32; without a key nothing is dropped."""
     numbers = TensorParallel().own_tokens(token_numbers)
-    return Context(rotary(config, positions), within_documents(segments), numbers, key if config.dropout else None)
+    return Context(rotary(config, positions), segments, numbers, key if config.dropout else None)
 
 
 def rotary(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array] | None:
@@ -168,8 +168,8 @@ def block(
     with jax.named_scope("attention"):
         w = weights["attention"]
         q, k, v = projections(config, tp.enter(norm(config, x, w["norm"])), w, ctx.rope)
-        a = checkpoint_name(attention(q, k, v, ctx.visible, implementation), SAVED)
-        x = x + _dropped(config, attention_out(a, w, tp), ctx, 2 * layer + 1)
+        a = checkpoint_name(attention(q, k, v, ctx.segments, implementation), SAVED)
+        x = x + _dropped(config, attention_out(config, a, w, tp), ctx, 2 * layer + 1)
         x = checkpoint_name(x, SAVED)
     with jax.named_scope("mlp"):
         w = weights["mlp"]
@@ -182,9 +182,10 @@ def projections(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values of this device's heads: each `[batch, seq, heads, head_dim]`, rotated."""
     kv = {name: _own_kv_heads(config, w[name]) for name in ("k", "v", "k_bias", "v_bias") if name in w}
-    q = checkpoint_name(linear(x, w["q"], w.get("q_bias")), SAVED)
-    k = checkpoint_name(linear(x, kv["k"], kv.get("k_bias")), SAVED)
-    v = checkpoint_name(linear(x, kv["v"], kv.get("v_bias")), SAVED)
+    rows, heads = x.reshape(-1, config.d_model), (*x.shape[:2], -1, config.dim_per_head)
+    q = checkpoint_name(linear(rows, w["q"], w.get("q_bias")), SAVED).reshape(heads)
+    k = checkpoint_name(linear(rows, kv["k"], kv.get("k_bias")), SAVED).reshape(heads)
+    v = checkpoint_name(linear(rows, kv["v"], kv.get("v_bias")), SAVED).reshape(heads)
     return (q, k, v) if rotations is None else (rope.rotate(q, rotations), rope.rotate(k, rotations), v)
 
 
@@ -199,20 +200,22 @@ def _own_kv_heads(config: DecoderConfig, w: jax.Array) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(w, axis_index("tensor") * config.kv_heads // ways, 1, w.ndim - 2)
 
 
-def attention_out(a: jax.Array, w: Tree, tp: TensorParallel) -> jax.Array:
+def attention_out(config: DecoderConfig, a: jax.Array, w: Tree, tp: TensorParallel) -> jax.Array:
     """The row-parallel product after attention: `[batch, seq, heads, head_dim]` -> the residual branch."""
-    y = tp.leave(linear(a, w["out"], num_contracted=2))
+    y = linear(a.reshape(-1, a.shape[2] * a.shape[3]), w["out"])
+    y = tp.leave(y.reshape(*a.shape[:2], config.d_model))
     return y + w["out_bias"] if "out_bias" in w else y
 
 
 def mlp(config: DecoderConfig, x: jax.Array, w: Tree, tp: TensorParallel) -> jax.Array:
     """Column-, then row-parallel: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU's tanh form, as GPT-2 has it."""
-    up = checkpoint_name(linear(x, w["up"], w.get("up_bias")), SAVED)
+    rows = x.reshape(-1, config.d_model)
+    up = checkpoint_name(linear(rows, w["up"], w.get("up_bias")), SAVED)
     if config.activation == "swiglu":
-        h = jax.nn.silu(checkpoint_name(linear(x, w["gate"], w.get("gate_bias")), SAVED)) * up
+        h = jax.nn.silu(checkpoint_name(linear(rows, w["gate"], w.get("gate_bias")), SAVED)) * up
     else:
         h = jax.nn.gelu(up, approximate=True)
-    y = tp.leave(linear(h, w["down"]))
+    y = tp.leave(linear(h, w["down"]).reshape(x.shape))
     return y + w["down_bias"] if "down_bias" in w else y
 
 

@@ -7,21 +7,39 @@ import math
 import jax
 import jax.numpy as jnp
 
+from sharded_train import compat
+from sharded_train.ops.dot import dot
 
-def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None, *, num_contracted: int = 1) -> jax.Array:
-    """`x [..., *in] @ w [*in, *out] + bias [*out]` -> `[..., *out]`, `in` being `num_contracted` dims.
 
-    Both are flattened to matrices first: XLA's CPU back end multiplies bf16 batches of matrices several times more
-    slowly than one matrix, and cuBLAS sees one large product.
+def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """`x [rows, in] @ w [*in, *out] + bias [*out]` -> `[rows, out]`: dims of a weight are taken together.
+
+    Where `in` ends is told by x. Rows are all tokens of a batch: XLA's CPU back end multiplies batches of matrices
+    several times more slowly than one matrix, and cuBLAS sees one large product.
     """
-    lead, contracted = x.shape[: x.ndim - num_contracted], w.shape[:num_contracted]
-    assert x.shape[x.ndim - num_contracted :] == contracted, (x.shape, w.shape)
-    inner = math.prod(contracted)
-    y = product(x.reshape(-1, inner), w.reshape(inner, -1)).reshape(*lead, *w.shape[num_contracted:])
-    return y if bias is None else y + bias
+    split = next(i for i in range(w.ndim) if math.prod(w.shape[:i]) == x.shape[1])
+    y = product(x, w.reshape(x.shape[1], math.prod(w.shape[split:])))
+    return y if bias is None else y + bias.reshape(-1)
 
 
-def product(x: jax.Array, w: jax.Array, *, transposed: bool = False, out_dtype: jnp.dtype | None = None) -> jax.Array:
-    """`x [rows, in] @ w [in, out]`, or `w [out, in]` when `transposed`."""
-    dims = (((1,), (1 if transposed else 0,)), ((), ()))
-    return jax.lax.dot_general(x, w, dims, preferred_element_type=out_dtype or x.dtype)
+def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """`x [rows, in] @ w [in, out]`, differentiable by both."""
+    return _product(compat.vary(x, compat.varying_axes(w)), compat.vary(w, compat.varying_axes(x)))
+
+
+@jax.custom_vjp
+def _product(x: jax.Array, w: jax.Array) -> jax.Array:
+    return dot(x, w, out_dtype=x.dtype)
+
+
+def _backward(saved: tuple[jax.Array, jax.Array], d_y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = saved
+    return dot(d_y, w, transpose_b=True, out_dtype=x.dtype), dot(x, d_y, transpose_a=True, out_dtype=w.dtype)
+
+
+_product.defvjp(lambda x, w: (_product(x, w), (x, w)), _backward)
+
+
+def similarity(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """fp32 products of `x [tokens, embed]` with each row of a table `[vocab, embed]`; not differentiable."""
+    return dot(x, rows, transpose_b=True, out_dtype=jnp.dtype(jnp.float32))

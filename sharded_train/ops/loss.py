@@ -15,8 +15,9 @@ from jax import lax
 
 from sharded_train import compat
 from sharded_train.collectives import all_max, all_reduce
+from sharded_train.ops.dot import dot
 from sharded_train.ops.embedding import first_row
-from sharded_train.ops.linear import product
+from sharded_train.ops.linear import similarity
 
 CHUNK_LOGITS = 2**24  # fp32 logits alive at a time on a device: 64 MiB
 
@@ -44,7 +45,7 @@ def _chunk(
     row = first_row(head) + jnp.arange(head.shape[0])
     valid = row < vocab_size
     counts = target >= 0
-    logits = jnp.where(valid, product(x, head, transposed=True, out_dtype=jnp.float32), -jnp.inf)
+    logits = jnp.where(valid, similarity(x, head), -jnp.inf)
     top = all_max(logits.max(-1), "tensor")
     exps = jnp.exp(logits - top[:, None])
     total = all_reduce(exps.sum(-1), "tensor")
@@ -92,8 +93,8 @@ def _sums_and_grads(
     def add(carry: tuple[jax.Array, ...], chunk: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
         (objectives, nlls, d_head), (x, target) = carry, chunk
         objective, nll, d_logits = _chunk(x, head, target, vocab_size, smoothing, z_loss)
-        d_head = d_head + product(d_logits.T, x, out_dtype=jnp.float32)
-        return (objectives + objective, nlls + nll, d_head), product(d_logits, head)
+        d_head = d_head + dot(d_logits, x, transpose_a=True, out_dtype=d_head.dtype)
+        return (objectives + objective, nlls + nll, d_head), dot(d_logits, head, out_dtype=x.dtype)
 
     zero = _zero(x, head, targets)
     d_head = compat.vary(jnp.zeros(head.shape, jnp.float32), compat.varying_axes(zero, head))
