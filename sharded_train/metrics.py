@@ -14,6 +14,7 @@ from rich.console import Console
 from tensorboardX import SummaryWriter
 
 from sharded_train import workdir as layout
+from sharded_train.data.loader import slow_loader
 
 
 class Pace:
@@ -106,21 +107,29 @@ class RunLog:
         flops_per_step: float,
         peak: float,
         tokens_seen: int,
+        read_threads: int,
         tell_start: Callable[[], None],
     ):
         self._writer, self._table = writer, table
         self._every, self._last_step = every, last_step
         self._tokens_per_step, self._flops_per_step, self._peak = tokens_per_step, flops_per_step, peak
+        self._read_threads = read_threads
         self._tell_start = tell_start
         self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        self._waited = self._waited_told = 0.0
+        self._told = 0
         self._begun = False
         self.tokens_seen = tokens_seen
         self.pace = Pace()
 
-    def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """The metrics of a step that has been started; waits for those of the step before it."""
+    def add(self, step: int, metrics: dict[str, jax.Array], seconds_waited: float) -> None:
+        """The metrics of a step that has been started; waits for those of the step before it.
+
+        `seconds_waited` is how long all steps so far have waited for their batches.
+        """
         self.flush()
         self._pending = step, metrics
+        self._waited = seconds_waited
 
     def flush(self) -> None:
         """Waits for the metrics of the step added last. Raises Diverged if they are not finite."""
@@ -134,6 +143,8 @@ class RunLog:
             self._begun = True
             self._tell_start()
             self.pace.seconds_per_step(step)
+            self._told = step
+            self._waited_told = self._waited  # for the first batch: nothing could be read ahead of it
         if broken or step == self._last_step or (self._every and step % self._every == 0):
             self._tell(step, values)
         if broken:
@@ -150,9 +161,14 @@ class RunLog:
         told: dict[str, float | None] = {key: values[key] for key in ("loss", "learning_rate", "grad_norm")}
         told["tokens_per_second"] = self._tokens_per_step / seconds if seconds else None
         told["mfu"] = self._flops_per_step / seconds / self._peak if seconds else None
+        steps, self._told = step - self._told, step
+        waited, self._waited_told = self._waited - self._waited_told, self._waited
+        told["data_wait"] = waited / (seconds * steps) if seconds else None  # share of the time
         if self._writer is not None:
             self._writer.write(step, told)
         self._table.row(step, told, seconds)
+        if seconds and (slow := slow_loader(waited, seconds * steps, self._read_threads)):
+            self._table.note(slow)
 
 
 class ProgressTable:

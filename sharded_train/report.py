@@ -67,7 +67,9 @@ def _rows(
     for axis in split:
         yield f"  {axis}", mesh["links"][axis]["words"]
     yield "model", f"{facts['num_parameters']:,} parameters, computing in {facts['compute_dtype']}"
-    yield "state", f"{bytes_in_words(facts['state_bytes_total'])} on each device, ZeRO {facts['zero_stage']}"
+    group = recipe.zero.group_size
+    groups = f" in groups of {group} data ranks" if group and recipe.zero.stage else ""
+    yield "state", f"{bytes_in_words(facts['state_bytes_total'])} on each device, ZeRO {facts['zero_stage']}{groups}"
     yield "data", _data_words(data)
     baselines = data.baselines()
     yield (
@@ -77,10 +79,12 @@ def _rows(
     )
     tokens = facts["tokens_per_step"]
     parts = "" if train.num_microbatches == 1 else f" in {train.num_microbatches} microbatches"
-    epochs = train.num_steps * train.global_batch_size / len(data.train)
+    gone_through = data.train.epochs_after(train.num_steps * train.global_batch_size)
+    only = len(gone_through) == 1
+    epochs = ", ".join(f"{n:.3g} epochs" + ("" if only else f" of {name}") for name, n in gone_through.items())
     yield "step", f"{train.global_batch_size:,} rows × {train.sequence_length:,} = {tokens:,} tokens{parts}"
     begins = f"goes on from step {start:,}" if start else f"begins with seed {train.seed}"
-    yield "run", f"{train.num_steps:,} steps = {train.num_steps * tokens:,} tokens = {epochs:.3g} epochs; {begins}"
+    yield "run", f"{train.num_steps:,} steps = {train.num_steps * tokens:,} tokens = {epochs}; {begins}"
     yield "MFU", f"{flops_in_words(facts['flops_per_step_total'])} a step / time / peak; {facts['flops_convention']}"
     yield "peak", peak.words
 

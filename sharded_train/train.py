@@ -82,7 +82,7 @@ def _loop(run: Run, state: TrainState, log: RunLog) -> tuple[TrainState, int, Va
         for step in range(run.start_step + 1, run.last_step + 1):
             profile.before(step - 1, state)
             state, metrics = train_step(state, Batch(**next(batches)))
-            log.add(step, metrics)  # looks at those of step - 1, while this step runs
+            log.add(step, metrics, batches.seconds_waited)  # looks at those of step - 1, while this step runs
             run.checkpointer.check()
             stopping, last = stop.agreed(step), step == run.last_step
             if stopping or last or _due(step, recipe.checkpoint.every):
@@ -161,6 +161,7 @@ def _log_of(run: Run, stack: contextlib.ExitStack) -> RunLog:
         flops_per_step=facts["flops_per_step_total"],
         peak=peak.per_device * jax.device_count(),
         tokens_seen=run.tokens_seen,
+        read_threads=run.recipe.data.read_threads,
         tell_start=tell_start,
     )
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from sharded_train.metrics import MetricsWriter, Pace, ProgressTable, duration
+from sharded_train.metrics import MetricsWriter, Pace, ProgressTable, RunLog, duration
 from sharded_train.peak import PEAKS, peak_of
 
 VALUES = {"loss": 2.5, "grad_norm": 0.5, "learning_rate": 1e-3, "tokens_per_second": 1234.5, "mfu": 0.25}
@@ -154,3 +154,26 @@ def test_virtual_devices_share_the_measured_peak_of_the_cores() -> None:
     assert 1e8 < peak.per_device * jax.local_device_count() < 1e14
     assert "measured here with a float32 product" in peak.words
     assert f"shared by {jax.local_device_count()} devices" in peak.words
+
+
+def test_a_slow_loader_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Intervals of 1 s, in which steps wait 0, 0.1 and 1.2 s for their batches; the start is not counted."""
+    clock = iter(range(100))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
+    out = io.StringIO()
+    table = ProgressTable(Console(file=out, width=200), 7, 1)
+    log = RunLog(
+        None, table, every=2, last_step=7, tokens_per_step=1, flops_per_step=1.0, peak=1.0, tokens_seen=0,
+        read_threads=3, tell_start=lambda: None,
+    )  # fmt: skip
+    metrics = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "num_tokens": 1.0}
+    told: list[tuple[int, float]] = []
+    monkeypatch.setattr(table, "row", lambda step, values, seconds: told.append((step, values["data_wait"])))
+    for step, waited in enumerate([50.0, 50.0, 50.05, 50.1, 50.7, 51.3, 51.3], start=1):
+        log.add(step, {key: jnp.float32(value) for key, value in metrics.items()}, waited)
+    log.flush()
+    assert [step for step, _ in told] == [2, 4, 6, 7]
+    assert told[1][1] == pytest.approx(0.1 / 1)
+    assert told[2][1] == pytest.approx(1.2 / 1)
+    assert "loader is the bottleneck" in out.getvalue()
+    assert "data.read_threads (now 3)" in out.getvalue()
