@@ -109,7 +109,7 @@ $(VENV)/.made:
 # .installed-cpu is the package alone, .installed-EXTRA the package with that extra.
 $(VENV)/.installed-%: $(VENV)/.made pyproject.toml constraints.txt | same-environment
 	@echo 'Installing sharded-train for $* and the packages it needs, as pinned in constraints.txt, with $(INSTALLER):'
-	@echo '$(if $(filter cuda%,$*),3 to 5 GB to download the first time: several minutes.,about 200 MB to download the first time: one to three minutes.)'
+	@echo '$(if $(filter cuda%,$*),3 to 5 GB to download the first time: several minutes.,about 250 MB to download the first time: one to three minutes.)'
 	@SECONDS=0; set -o pipefail; what='.$(if $(filter cpu,$*),,[$*])'; \
 	progress='s/^ *((Downloading|Using cached) .*[0-9] MB\).*)/  \1/p; s/^Installing collected.*/  Installing them/p'; \
 	if [ $(INSTALLER) = uv ]; then \
