@@ -129,6 +129,7 @@ def _begin(
         startup.mark("state")
     if jax.process_index() == 0:
         layout.claim(workdir, recipe, data.tokenizer.backend.to_str())
+    layout.keep_compiled(workdir)
     facts = describe(recipe, jax.devices())
     run = Run(recipe, workdir, program, data, checkpointer, console, facts, startup, start_step, last_step, tokens_seen)
     return run, state

@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
+import re
 import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
+
+import jax
 
 from sharded_train import config
 from sharded_train import recipe as recipes
@@ -20,6 +25,7 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 DATA = "data"
 PROFILE = "profile"
+COMPILED = "compiled"
 TENSORBOARD = "tensorboard"
 
 # A run stays the same run when these change: where and how it computes, not what.
@@ -83,6 +89,23 @@ def claim(workdir: Path, recipe: Recipe, tokenizer: str) -> None:
     for path, text in ((workdir / name, text) for name, text in texts.items()):
         if not path.exists() or path.read_text() != text:
             write_atomically(path, text)
+
+
+def keep_compiled(workdir: Path) -> None:
+    """Compiled programs are kept in the workdir from now on, for the next start to find.
+
+    CPUs of another kind have a folder of their own: what is compiled for one may not run on the other. Nothing is
+    changed where a place for them is set already (JAX_COMPILATION_CACHE_DIR).
+    """
+    if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
+        return
+    kind = f"{jax.default_backend()}-{platform.machine()}"
+    cpu_info = Path("/proc/cpuinfo")
+    if jax.default_backend() == "cpu" and cpu_info.exists():
+        features = re.search(r"^(flags|Features)\s*:.*$", cpu_info.read_text(), re.MULTILINE)
+        kind += f"-{zlib.crc32(features[0].encode()):08x}" if features else ""
+    jax.config.update("jax_compilation_cache_dir", str((workdir / COMPILED / kind).absolute()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 
 
 @contextlib.contextmanager
