@@ -3,7 +3,7 @@
 Command:   make train
            (sharded-train train --config=configs/quickstart.py --workdir=runs/quickstart --cpu-devices=8)
 Hardware:  2 CPU cores as 8 virtual devices (data 4 x tensor 2); 2, 4 or 8 GPUs; one GPU with --config.mesh.tensor=1
-Time:      about 3 minutes of training on 2 cores (not measured yet)
+Time:      about 4 minutes on 2 cores; 14 s to the first step, 10 at the second start
 Expect:    a falling loss, and validation bits per byte below those of a byte-bigram model of the same text
 """
 

@@ -62,7 +62,9 @@ def _recipe(args: argparse.Namespace, overrides: list[str], *, start: bool = Tru
     if args.config is not None:
         asked = recipe.load(args.config, overrides)
     else:
-        asked = recipe.from_dict(to_dict(workdir.read_recipe(args.workdir)), overrides)
+        # Reading a model needs no certain number of devices: data takes what there is, unless it is told otherwise.
+        any_data = [] if any(o.startswith("--config.mesh.") for o in overrides) else ["--config.mesh.data=-1"]
+        asked = recipe.from_dict(to_dict(workdir.read_recipe(args.workdir)), [*any_data, *overrides])
     recipe.check(asked, None)
     if start:
         launch.start(args)
@@ -127,7 +129,7 @@ class Verb:
 VERBS = {
     "train": Verb(
         "train a model; goes on from the last checkpoint when the workdir has one",
-        "sharded-train train --config=configs/quickstart.py --workdir=runs/quickstart --cpu-devices=8 "
+        "sharded-train train --config=configs/quickstart.py --workdir=runs/first --cpu-devices=8 "
         "--config.train.num_steps=100",
         ("--config", "--workdir"),
         _train,

@@ -54,12 +54,14 @@ def start(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> 
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.cpu_devices)
     if args.coordinator is not None:
+        _keep_stdout()
         jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
         return
     launcher = launched_by(environ)
     if launcher is None and not args.distributed:
         return
     _say(f"joining the other processes: {launcher or '--distributed'}", environ)
+    _keep_stdout()
     try:
         jax.distributed.initialize()
     except ValueError as error:
@@ -67,6 +69,16 @@ def start(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> 
             f"{launcher or '--distributed'}: JAX cannot tell where the other processes are ({error}); give "
             "--coordinator, --num-processes and --process-id"
         ) from error
+
+
+def _keep_stdout() -> None:
+    """What libraries print from C++ (Gloo greets every peer) goes to stderr, so that stdout is ours alone."""
+    if sys.__stdout__ is None or sys.stdout is not sys.__stdout__:
+        return  # already somebody else's
+    sys.stdout.flush()
+    ours = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(ours, "w", buffering=1, encoding=sys.stdout.encoding)
 
 
 def launched_by(environ: Mapping[str, str]) -> str | None:

@@ -201,7 +201,7 @@ def _schedule(recipe: Recipe) -> list[str]:
         return []  # a limit that is out of range is told of elsewhere
     return [
         f"schedule.warmup_steps = {schedule.warmup_steps} > {key} = {limit}: the learning rate would never come to its "
-        "peak"
+        f"peak; set schedule.warmup_steps to at most {limit}"
     ]
 
 

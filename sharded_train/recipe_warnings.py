@@ -62,7 +62,7 @@ def _optimizer(recipe: Recipe) -> list[str]:
 def _steps(recipe: Recipe) -> list[str]:
     train, profile, warnings = recipe.train, recipe.log.profile_steps, []
     last = train.num_steps if train.stop_at is None else train.stop_at
-    for key in ("evaluate", "checkpoint", "log"):
+    for key in ("evaluate", "checkpoint"):
         every = getattr(recipe, key).every
         if every > last:
             warnings.append(f"{key}.every = {every} is beyond this run's last step {last}: never reached")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -109,6 +110,8 @@ def how_to_go_on(console: Console, recipe: Recipe, workdir: Path, step: int) -> 
         console.print(f"The run of {total:,} steps is complete. To go beyond, which is another config:")
         command = command_to_resume(workdir, f"--config.train.num_steps={2 * step}", "--accept-config-change")
     console.print(f"  {command}", markup=False, soft_wrap=True)
+    if jax.process_count() > 1:
+        console.print("on every process, each with its own number where it is told one.")
 
 
 def versions() -> dict[str, str]:
@@ -130,7 +133,7 @@ def command_to_resume(workdir: Path, *changes: str) -> str:
     if not from_command():
         start = ["sharded-train", "train", "--config=FILE.py", f"--workdir={workdir}"]
         return shlex.join([*start, *changes])
-    start = ["sharded-train"] if Path(sys.argv[0]).name == "sharded-train" else ["python", "-m", "sharded_train"]
+    start = [_as_typed(sys.argv[0])] if Path(sys.argv[0]).name == "sharded-train" else ["python", "-m", "sharded_train"]
     dropped = {"--config.train.stop_at", "--accept-config-change", *(change.partition("=")[0] for change in changes)}
     arguments, given = [], iter(sys.argv[1:])
     for argument in given:
@@ -140,6 +143,13 @@ def command_to_resume(workdir: Path, *changes: str) -> str:
         elif name.startswith("--config.") and not equals:
             next(given, None)  # its value
     return shlex.join([*start, *arguments, *changes])
+
+
+def _as_typed(command: str) -> str:
+    """The command by its name where the shell finds it, else by its path: its environment may not be activated."""
+    found = shutil.which("sharded-train")
+    same = found is not None and Path(found).resolve() == Path(command).resolve()
+    return "sharded-train" if same else command
 
 
 def printable(text: str) -> str:

@@ -126,6 +126,7 @@ def _begin(
             tokens_seen = record["tokens_seen"]
         else:
             state = program.init(recipe.train.seed)
+        jax.block_until_ready(state)  # what follows measures this machine's peak
         startup.mark("state")
     if jax.process_index() == 0:
         layout.claim(workdir, recipe, data.tokenizer.backend.to_str())
@@ -169,12 +170,12 @@ def _log_of(run: Run, stack: contextlib.ExitStack) -> RunLog:
 
 def _end(run: Run, state: TrainState, step: int, found: Validation | None) -> int:
     """Waits for the checkpoint and says what there is now."""
-    if found is not None:
+    run.checkpointer.wait()
+    if found is not None and step == run.last_step:
         sampling = Sampling(max_tokens=min(100, run.recipe.train.sequence_length - 1), temperature=0.8)
         (sample,) = sample_text(run.program, state.evaluated, run.data.tokenizer, "", sampling)
         run.console.print("a sample, from the start of a document:")
         run.console.print(report.printable(sample), markup=False, style="italic", soft_wrap=True)
-    run.checkpointer.wait()
     run.console.print(f"checkpoint: {run.workdir / layout.CHECKPOINTS / str(step)}", markup=False, soft_wrap=True)
     report.how_to_go_on(run.console, run.recipe, run.workdir, step)
     return INTERRUPTED if step < run.last_step else DONE

@@ -255,10 +255,13 @@ def test_what_is_printed(unbroken: Ended, half: Ended) -> None:
 def test_the_line_that_is_offered_to_go_on(
     typed: list[str], offered: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["/bin/sharded-train", "train", *typed])
+    monkeypatch.setattr(sys, "argv", ["/env/bin/sharded-train", "train", *typed])
+    monkeypatch.setattr(shutil, "which", lambda name: f"/env/bin/{name}")
     command = command_to_resume(Path("unused"), "--config.train.num_steps=20", "--accept-config-change")
     end = ["--config.train.num_steps=20", "--accept-config-change"]
     assert shlex.split(command) == ["sharded-train", "train", *offered, *end]
+    monkeypatch.setattr(shutil, "which", lambda name: None)  # the environment is not activated
+    assert command_to_resume(Path("unused")).startswith("/env/bin/sharded-train train ")
     monkeypatch.setattr(sys, "argv", ["/src/sharded_train/__main__.py", "train", *typed])
     assert command_to_resume(Path("unused")).startswith("python -m sharded_train train ")
 

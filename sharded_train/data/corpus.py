@@ -123,7 +123,8 @@ def _read_source(
     problems = [result for result in results if isinstance(result, str)]
     if problems and lenient:
         progress(f"data: left out {len(problems)} files of the standard library that are not readable UTF-8")
-    if empty := [scan.path for scan in scans if not scan.parts]:
+    empty = [scan.path for scan in scans if not scan.parts]
+    if empty and not lenient:
         progress(f"data: left out {len(empty)} empty files: {', '.join(listed(empty))}")
     if num_empty := sum(scan.num_empty for scan in scans if scan.parts):
         progress(f"data: left out {num_empty:,} empty documents of {source.name}")

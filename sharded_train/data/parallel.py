@@ -37,7 +37,7 @@ def each(
     context = multiprocessing.get_context("spawn")  # a fork would copy JAX's threads in the middle of what they do
     counter, stop = context.Value("q", 0), context.Event()
     pool = ProcessPoolExecutor(min(num_workers, len(jobs)), context, _begin, (counter, stop, os.getpid()))
-    seen = 0
+    seen, finished = 0, False
     try:
         pending = {pool.submit(_work, function, job) for job in jobs}
         while pending:
@@ -47,6 +47,7 @@ def each(
             seen = now
             for future in done:
                 yield future.result()
+        finished = True
     except BrokenProcessPool as error:
         raise ConfigError(
             "data: a worker was killed, perhaps for want of memory; what is finished is kept. Start again, with fewer "
@@ -54,7 +55,8 @@ def each(
         ) from error
     finally:
         stop.set()
-        pool.shutdown(wait=False, cancel_futures=True)
+        # At the end all are waited for: one that is still starting looks for what it shares with this process.
+        pool.shutdown(wait=finished, cancel_futures=True)
 
 
 def _begin(counter: Any, stop: Any, parent: int) -> None:
