@@ -199,7 +199,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
 def _common_options(parser: _Parser, verb: Verb) -> None:
     needed = " ".join(verb.needs)
     default = "" if "--config" in verb.needs else "; default: the config of the run in --workdir"
-    parser.add_argument("--config", metavar="FILE.py", type=Path, help=f"config file with a get_config(){default}")
+    parser.add_argument("--config", metavar="FILE.py", type=_path, help=f"config file with a get_config(){default}")
     parser.add_argument(
         "--config.KEY",
         metavar="VALUE",
@@ -207,7 +207,7 @@ def _common_options(parser: _Parser, verb: Verb) -> None:
         help="change one option, such as --config.train.seed=1; given twice, the last counts",
     )
     if "--workdir" in needed:
-        parser.add_argument("--workdir", metavar="DIR", type=Path, help="the run's checkpoints, config and metrics")
+        parser.add_argument("--workdir", metavar="DIR", type=_path, help="the run's checkpoints, config and metrics")
     launch.add_options(parser)
 
 
@@ -221,7 +221,7 @@ def _own_options(parser: _Parser, verb: str) -> None:
         add("--temperature", metavar="X", type=_at_least(float, 0), default=1.0, help="0: the likeliest (default 1)")
         add("--top-k", metavar="K", type=_at_least(int, 1), help="choose among the K likeliest tokens only")
         add("--num-samples", metavar="N", type=_at_least(int, 1), default=1, help="texts to write (default 1)")
-        add("--seed", metavar="N", type=_at_least(int, 0), default=0, help="of the sampling (default 0)")
+        add("--seed", metavar="N", type=_at_least(int, 0, 2**32 - 1), default=0, help="of the sampling (default 0)")
     if verb == "show":
         add("--cluster", metavar="HOSTSxDEVICES", help="lay out a cluster that is not there, such as 8x8")
     if verb == "data":
@@ -236,14 +236,21 @@ def _own_options(parser: _Parser, verb: str) -> None:
         add("--json", action="store_true", help="print JSON")
 
 
-def _at_least(number: Callable[[str], Any], least: int) -> Callable[[str], Any]:
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return Path(text)
+
+
+def _at_least(number: Callable[[str], Any], least: int, most: float = 3.4e38) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
             value = number(text)
         except ValueError:
             value = None
-        if value is None or not value >= least:
-            raise argparse.ArgumentTypeError(f"wanted {number.__name__} of at least {least}, got {text!r}")
+        if value is None or not least <= value <= most:
+            limit = "" if most > 2**63 else f" and at most {most}"
+            raise argparse.ArgumentTypeError(f"wanted {number.__name__} of at least {least}{limit}, got {text!r}")
         return value
 
     return parse

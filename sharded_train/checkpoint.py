@@ -110,6 +110,8 @@ class Checkpointer:
         context = ocp.Context()
         context.array.saving.use_compression = False  # zstd halves the speed and saves 7 % of float weights
         try:
+            # Where it cannot be made, Orbax's processes would wait for each other for minutes.
+            self.directory.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
                 self._remove_leftovers(_PARTIAL, _DELETING)
             with context:

@@ -70,6 +70,10 @@ def generate(
 
 def check(program: Program, tokenizer: TextTokenizer, prompt: str, sampling: Sampling) -> None:
     """Raises ConfigError for text that the model has no positions for; says when it goes beyond what it has seen."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the prompt is not UTF-8: {error}") from error
     length = 1 + len(tokenizer.encode(prompt)) + sampling.max_tokens
     words = f"1 + {length - 1 - sampling.max_tokens} tokens of the prompt + max_tokens {sampling.max_tokens} = {length}"
     limit, seen = program.model.max_positions, program.train.sequence_length

@@ -73,7 +73,7 @@ def _drop_after(path: Path, step: int) -> None:
     """Keeps the lines up to `step`; a line that was being written when its process died goes too."""
     if not path.exists():
         return
-    lines = path.read_text().splitlines(keepends=True)
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
     kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
     if kept != lines:
         layout.write_atomically(path, "".join(kept))
@@ -87,7 +87,11 @@ def _step_of(line: str) -> int | None:
 
 
 class Diverged(RuntimeError):
-    """A loss or gradient norm is not finite: the weights are lost from there on."""
+    """A loss, gradient norm or weight is not finite: the weights are lost from there on."""
+
+    def __init__(self, step: int, what: str):
+        super().__init__(f"step {step}: {what}")
+        self.step, self.what = step, what
 
 
 class RunLog:
@@ -149,7 +153,7 @@ class RunLog:
             self._tell(step, values)
         if broken:
             found = ", ".join(f"{key} = {values[key]}" for key in ("loss", "grad_norm", "learning_rate"))
-            raise Diverged(f"step {step}: {' and '.join(broken)} not finite ({found})")
+            raise Diverged(step, f"{' and '.join(broken)} not finite ({found})")
 
     def validation(self, step: int, loss: float, bits_per_byte: float, words: str) -> None:
         if self._writer is not None:

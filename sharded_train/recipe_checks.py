@@ -40,6 +40,13 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
         lambda x: 0 <= x < 1,
         "model.dropout optimizer.b1 optimizer.b2 optimizer.momentum train.ema_decay train.label_smoothing",
     ),
+    f"at most 2^24 = {2**24}": (lambda x: x <= 2**24, "model.vocab_size train.sequence_length train.global_batch_size"),
+    f"below 2^31 = {2**31}": (
+        lambda x: x < 2**31,
+        "model.d_model model.num_layers model.num_heads model.num_kv_heads model.head_dim model.d_ff "
+        "model.max_positions",
+    ),
+    f"below 2^32 = {2**32}": (lambda x: x < 2**32, "train.seed"),
     "from 0 to 1": (lambda x: 0 <= x <= 1, "schedule.final_fraction schedule.decay_fraction"),
 }
 
@@ -96,7 +103,7 @@ def indivisible(recipe: Recipe, sizes: Mapping[str, int], num_devices: int | Non
     by = " x ".join(f"{key} {n}" for key, n in factors.items()) if len(factors) > 1 else "train.num_microbatches"
     why = "every device works through its rows in equal parts"
     problems = _no_multiple("train.global_batch_size", train.global_batch_size, by, math.prod(factors.values()), why)
-    choices = [t for t in range(1, model.num_heads + 1) if _tensor_fits(recipe, t) and (num_devices or t) % t == 0]
+    choices = [t for t in _divisors(model.num_heads) if _tensor_fits(recipe, t) and (num_devices or t) % t == 0]
     also = f", or mesh.tensor = {_or(nearest(tensor, choices))}" if nearest(tensor, choices) else ""
     mlp = "up, gate and down" if model.activation == "swiglu" else "up and down"
     for key, value, why in (
@@ -106,7 +113,7 @@ def indivisible(recipe: Recipe, sizes: Mapping[str, int], num_devices: int | Non
     ):
         problems += _no_multiple(key, value, "mesh.tensor", tensor, why, also)
     if model.num_kv_heads is not None and not _kv_fits(model.kv_heads, tensor):
-        kv = [n for n in range(1, model.num_heads + 1) if model.num_heads % n == 0 and _kv_fits(n, tensor)]
+        kv = [n for n in _divisors(model.num_heads) if _kv_fits(n, tensor)]
         problems.append(
             f"model.num_kv_heads = {model.kv_heads} and mesh.tensor = {tensor}: neither divides the other, so the "
             "kv_heads dim of attention's k and v can be neither split over tensor nor stored on equally many devices; "
@@ -253,7 +260,10 @@ def _kv_fits(kv_heads: int, tensor: int) -> bool:
 
 
 def _divisors(value: int) -> list[int]:
-    return [n for n in range(1, value + 1) if value % n == 0]
+    if not 1 <= value < 2**31:
+        return []  # out of range, which is told of elsewhere
+    small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
+    return sorted({*small, *(value // n for n in small)})
 
 
 def _or(numbers: Sequence[int]) -> str:

@@ -158,6 +158,11 @@ class Program:
         return jax.jit(self._on_mesh(local, (self.plan.stored, self._rows, P()), P()))
 
     @functools.cached_property
+    def is_finite(self) -> Callable[[Tree], jax.Array]:
+        """Whether every number of a tree is finite."""
+        return jax.jit(lambda tree: jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all())
+
+    @functools.cached_property
     def loss_and_grads(self) -> Callable[[Tree, Batch, jax.Array], tuple[Loss, Tree, jax.Array]]:
         """(params, batch, key) -> loss, gradients of the mean loss where the params lie, their global norm."""
         in_specs = (self.plan.stored, self._rows, P())

@@ -86,7 +86,9 @@ def _loop(run: Run, state: TrainState, log: RunLog) -> tuple[TrainState, int, Va
             run.checkpointer.check()
             stopping, last = stop.agreed(step), step == run.last_step
             if stopping or last or _due(step, recipe.checkpoint.every):
-                log.flush()  # a state is saved only after its own loss has been looked at
+                log.flush()  # a state is saved only after the loss before it, and its weights, have been looked at
+                if not program.is_finite(state.params):
+                    raise Diverged(step, "weights not finite after it")
                 with log.pace.excluded():
                     run.checkpointer.save(step, state, _record(run, step, log.tokens_seen))
             if last or (_due(step, recipe.evaluate.every) and not stopping):
@@ -112,6 +114,8 @@ def _begin(
     checkpointer = Checkpointer(workdir / layout.CHECKPOINTS, recipe.checkpoint.keep)
     stack.enter_context(contextlib.closing(checkpointer))
     start_step, last_step = checkpointer.latest_step() or 0, assemble.last_step_of(recipe)
+    if start_step:
+        checkpointer.record(start_step)  # a directory that is none of ours is told by its name
     startup.mark("devices")
     if start_step >= last_step:
         console.print(f"{workdir} is at step {start_step} already: there is nothing to do up to step {last_step}.")
@@ -219,8 +223,11 @@ def _last_good(checkpointer: Checkpointer) -> Iterator[None]:
     except Diverged as error:
         checkpointer.wait()
         steps = checkpointer.steps()
-        left = f"the last good checkpoint is {checkpointer.path(steps[-1])}" if steps else "there is no checkpoint"
-        raise Diverged(f"{error}; this state is not saved, {left}") from None
+        left = f"the last checkpoint is {checkpointer.path(steps[-1])}" if steps else "there is no checkpoint"
+        if steps and steps[-1] == error.step - 1:
+            before = f"go on from {checkpointer.path(steps[-2])}" if len(steps) > 1 else "start again"
+            left += f", of the step before: if a resume from it diverges too, move it away and {before}"
+        raise Diverged(error.step, f"{error.what}; this state is not saved, {left}") from None
 
 
 class _Profile:

@@ -64,6 +64,11 @@ def check(workdir: Path, recipe: Recipe, *, accept_config_change: bool = False) 
 
     A directory without a config may hold anything (a launcher's logs, say) except what a run would write itself.
     """
+    for name in (CHECKPOINTS, DATA, TENSORBOARD, PROFILE, COMPILED):
+        if (workdir / name).exists() and not (workdir / name).is_dir():
+            raise ConfigError(f"{workdir / name} is a file, where a run keeps a directory: move it away")
+    if (workdir / METRICS).is_dir():
+        raise ConfigError(f"{workdir / METRICS} is a directory, where a run keeps a file: move it away")
     if not (workdir / CONFIG).exists():
         _check_new(workdir)
         return
@@ -142,7 +147,7 @@ def _check_new(workdir: Path) -> None:
         raise ConfigError(f"{workdir} cannot be a directory: {parent} is a file")
     if not os.access(parent, os.W_OK):
         raise ConfigError(f"{workdir} cannot be written: no permission in {parent}")
-    taken = [name for name in (CHECKPOINTS, METRICS, TENSORBOARD, PROFILE) if (workdir / name).exists()]
+    taken = [name for name in (CHECKPOINTS, METRICS, TENSORBOARD, PROFILE, COMPILED) if (workdir / name).exists()]
     if taken:
         raise ConfigError(
             f"{workdir} holds {' and '.join(taken)} but no {CONFIG} that says what run they belong to: "

@@ -312,3 +312,14 @@ def test_distributed_without_a_launcher_says_what_to_give(monkeypatch: pytest.Mo
     monkeypatch.setattr("jax.distributed", Lost())
     with pytest.raises(ConfigError, match="give --coordinator, --num-processes and --process-id"):
         launch.start(options("--distributed"), {})
+
+
+def test_an_empty_workdir_is_not_this_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--config=configs/quickstart.py", "--workdir="]) == 2
+    assert "it is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--seed=4294967296", "--temperature=inf", "--temperature=nan"])
+def test_sampling_options_have_bounds(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--workdir=runs/none", "--prompt=a", option]) == 2
+    assert option.partition("=")[2] in capsys.readouterr().err

@@ -324,3 +324,22 @@ def test_groups_of_zero_divide_data() -> None:
     for change in ("--config.zero.stage=0", "--config.zero.group_size=4"):
         recipe = load(CONFIGS / "quickstart.py", ["--config.zero.group_size=2", change])
         assert any("zero.group_size" in warning for warning in warnings_of(recipe, 8))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "model.vocab_size=100000000000",
+        "model.d_model=99999999999999999999",
+        "train.seed=4294967296",
+        "model.num_heads=300000001",
+    ],
+)
+def test_absurd_sizes_are_answered_at_once(change: str) -> None:
+    with pytest.raises(ConfigError):
+        check(load(CONFIGS / "quickstart.py", [f"--config.{change}"]), 8)
+
+
+def test_numbers_beyond_fp32_are_refused() -> None:
+    with pytest.raises(ConfigError, match="finite in fp32"):
+        load(CONFIGS / "quickstart.py", ["--config.schedule.learning_rate=1e39"])

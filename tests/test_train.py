@@ -30,6 +30,7 @@ from sharded_train.evaluate import evaluate
 from sharded_train.metrics import RunLog
 from sharded_train.recipe import Recipe
 from sharded_train.report import command_to_resume
+from sharded_train.step import Program
 from sharded_train.train import DONE, FAILED, INTERRUPTED, train
 
 STEPS = 10
@@ -324,7 +325,8 @@ def test_a_run_that_diverges_stops_and_saves_nothing_of_it(
     assert losses[last] is None
     assert saved == list(range(1, last))
     assert f"error: step {last}: loss" in said
-    assert f"the last good checkpoint is {tmp_path}/run/checkpoints/{last - 1}" in said
+    assert f"the last checkpoint is {tmp_path}/run/checkpoints/{last - 1}, of the step before" in said
+    assert "move it away" in said
 
 
 def test_running_out_of_memory_is_explained(
@@ -437,3 +439,33 @@ def test_what_may_change(text: Path, half: Ended, change: str) -> None:
 
 def test_a_change_is_accepted_when_told_so(text: Path, half: Ended) -> None:
     workdirs.check(half.workdir, recipe_of(text, "train.num_steps=20"), accept_config_change=True)
+
+
+def test_weights_that_are_not_finite_are_not_saved(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of a step is that of the weights before it: here the last update breaks them, and no loss follows."""
+    monkeypatch.setattr(Program, "is_finite", property(lambda self: lambda tree: False))
+    assert train(recipe_of(text, "train.stop_at=1"), tmp_path / "run") == FAILED
+    assert "step 1: weights not finite after it; this state is not saved" in capsys.readouterr().err
+    assert Checkpointer(tmp_path / "run/checkpoints").steps() == []
+
+
+def test_a_directory_that_is_no_checkpoint_is_told_by_its_name(
+    text: Path, half: Ended, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir = tmp_path / "run"
+    shutil.copytree(half.workdir, workdir)
+    (workdir / "checkpoints" / "99").mkdir()
+    assert train(recipe_of(text), workdir) == FAILED
+    assert f"{workdir}/checkpoints/99 cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "data", "tensorboard"])
+def test_files_in_the_way_are_refused(text: Path, half: Ended, tmp_path: Path, name: str) -> None:
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    shutil.copy(half.workdir / "config.json", workdir)
+    (workdir / name).write_text("in the way")
+    with pytest.raises(ConfigError, match=f"{name} is a file"):
+        train(recipe_of(text), workdir)
