@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from sharded_train import workdir
@@ -23,10 +25,22 @@ def settings_as_before() -> Iterator[None]:
         jax.config.update(name, value)
 
 
+SCRIPT = """
+import sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from sharded_train import workdir
+workdir.keep_compiled(Path(sys.argv[1]))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((3, 3))).compile()
+"""
+
+
 def test_compiled_programs_are_kept(tmp_path: Path) -> None:
-    workdir.keep_compiled(tmp_path)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((3, 3))).compile()
+    """In a process of its own: what JAX was told of its cache before would count here."""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)
+    subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], check=True, env=env)
     assert list((tmp_path / workdir.COMPILED).rglob("*-cache"))
 
 
