@@ -16,21 +16,13 @@ from sharded_train.data.prepare import TextData, prepare
 from sharded_train.errors import ConfigError
 from sharded_train.mesh import build_mesh
 from sharded_train.recipe import Recipe
-from sharded_train.step import Program, TrainState, build_program
+from sharded_train.step import Program, TrainState
 
 
 def program_of(recipe: Recipe) -> Program:
     """The program of a recipe on all devices. Raises ConfigError with everything that does not fit them."""
     recipes.check(recipe, jax.device_count())
-    return build_program(
-        recipe.model,
-        build_mesh(recipe.mesh),
-        zero=recipe.zero,
-        precision=recipe.precision,
-        optimizer=recipe.optimizer,
-        schedule=recipe.schedule,
-        train=recipe.train,
-    )
+    return recipes.program_on(recipe, build_mesh(recipe.mesh))
 
 
 def last_step_of(recipe: Recipe) -> int:

@@ -122,7 +122,7 @@ def _sample(
     """On one device: its `[rows, max_tokens]`."""
     model, names, axes = program.model, program.plan.placements, program.plan.axes
     weights = program.weights(shards)
-    outer = {name: program.fetch(weights[name], names[name]) for name in weights if name != "layers"}
+    outer = program.outside_layers(weights)
     own = index_of(program.row_axes) * rows + jnp.arange(rows)
     keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(own)
 

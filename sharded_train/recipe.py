@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from sharded_train import config, config_file, recipe_checks, recipe_warnings
 from sharded_train.data.config import DataConfig
 from sharded_train.errors import ConfigError
@@ -15,7 +17,7 @@ from sharded_train.models.decoder import DecoderConfig
 from sharded_train.optimizer import AdamW, Cosine, Optimizer, Schedule
 from sharded_train.precision import PrecisionConfig
 from sharded_train.sharding import ZeroConfig
-from sharded_train.step import TrainConfig
+from sharded_train.step import Program, TrainConfig, build_program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +83,19 @@ def check(recipe: Recipe, num_devices: int | None) -> None:
     problems += recipe_checks.indivisible(recipe, sizes, num_devices)
     if problems:
         raise ConfigError(problems)
+
+
+def program_on(recipe: Recipe, mesh: Mesh) -> Program:
+    """The program of a checked recipe on a mesh."""
+    return build_program(
+        recipe.model,
+        mesh,
+        zero=recipe.zero,
+        precision=recipe.precision,
+        optimizer=recipe.optimizer,
+        schedule=recipe.schedule,
+        train=recipe.train,
+    )
 
 
 def warnings_of(recipe: Recipe, num_devices: int | None) -> list[str]:

@@ -18,10 +18,10 @@ from sharded_train import params
 from sharded_train.flops import CONVENTION, flops_of_step
 from sharded_train.mesh import hosts_of, layout, links, stand_ins
 from sharded_train.mesh_picture import draw_mesh
-from sharded_train.recipe import Recipe, check, warnings_of
+from sharded_train.recipe import Recipe, check, program_on, warnings_of
 from sharded_train.sharding import Placement, is_placement
 from sharded_train.show_tables import print_facts
-from sharded_train.step import Program, build_program
+from sharded_train.step import Program
 
 FP32 = 4  # bytes
 
@@ -45,15 +45,7 @@ def describe(recipe: Recipe, devices: Sequence[Any]) -> dict[str, Any]:
     check(recipe, len(devices))
     array, names = layout(recipe.mesh, devices), recipe.mesh.order
     mesh = cast(Mesh, AbstractMesh(array.shape, names))  # the program is asked for shapes only
-    program = build_program(
-        recipe.model,
-        mesh,
-        zero=recipe.zero,
-        precision=recipe.precision,
-        optimizer=recipe.optimizer,
-        schedule=recipe.schedule,
-        train=recipe.train,
-    )
+    program = program_on(recipe, mesh)
     parameters = _parameters(program)
     totals = {kind: sum(p["bytes"][kind] for p in parameters) for kind in parameters[0]["bytes"]}
     state = {kind: totals[kind] for kind in ("master_weights", "moments", "averaged_weights") if kind in totals}

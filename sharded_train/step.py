@@ -247,12 +247,17 @@ class Program:
             return shards
         return self.plan.gather_in_autodiff(shards, names, self.precision.compute_dtype)
 
+    def outside_layers(self, weights: Tree) -> Tree:
+        """Weights before and after the layers, where they are used."""
+        names = self.plan.placements
+        return {name: self.fetch(weights[name], names[name]) for name in weights if name != "layers"}
+
     def _sums(
         self, weights: Tree, batch: Batch, numbers: jax.Array, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Sums over this device's rows of the objective and of the negative log-likelihood."""
         model, names, tp = self.model, self.plan.placements, TensorParallel()
-        outer = {name: self.fetch(weights[name], names[name]) for name in weights if name != "layers"}
+        outer = self.outside_layers(weights)
         ctx = decoder.context(model, batch.positions, batch.segments, numbers, key)
         block = rematerialized(functools.partial(decoder.block, model, self.implementation), self.train.remat)
         with jax.named_scope("embed"):
