@@ -8,21 +8,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-# Peak dense bf16 FLOP/s by what JAX calls the device, the first that fits. From NVIDIA's data sheets, without sparsity;
-# the V100 has no bf16, its number is fp16's.
-PEAKS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,  # SXM
-    "GH200": 989e12,
-    "H200": 989e12,
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "V100": 125e12,
-}
+from sharded_train.devices import PEAKS
 
 
 @dataclasses.dataclass(frozen=True)

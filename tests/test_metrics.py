@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from sharded_train.metrics import MetricsWriter, Pace, ProgressTable, RunLog, duration
-from sharded_train.peak import PEAKS, peak_of
+from sharded_train.peak import peak_of
 
 VALUES = {"loss": 2.5, "grad_norm": 0.5, "learning_rate": 1e-3, "tokens_per_second": 1234.5, "mfu": 0.25}
 
@@ -146,7 +146,6 @@ def test_durations() -> None:
 def test_the_peak_of_a_known_device(kind: str, peak: float) -> None:
     device = cast(jax.Device, SimpleNamespace(device_kind=kind, platform="gpu"))
     assert peak_of(device, jnp.dtype("bfloat16")).per_device == peak
-    assert sum(name in kind for name in PEAKS) >= 1
 
 
 def test_virtual_devices_share_the_measured_peak_of_the_cores() -> None:

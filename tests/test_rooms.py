@@ -15,8 +15,8 @@ ROOMS = {
     "precision",
     "model": "ops models",
     "step": "optimizer step flops equivalence",
-    "run": "data checkpoint workdir metrics peak recipe recipe_checks recipe_warnings assemble report stopping memory "
-    "train evaluate generate show show_tables data_verb data_rows",
+    "run": "data checkpoint workdir metrics devices peak recipe recipe_checks recipe_warnings assemble report stopping "
+    "memory train evaluate generate show show_tables data_verb data_rows rehearse",
     "entry": "launch __main__",
 }
 LEVEL = {name: level for level, names in enumerate(ROOMS.values()) for name in names.split()}
