@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "sharded_train"
 # From the ground up; a file may import from its own room and those before it.
 ROOMS = {
     "language": "errors compat config config_values config_file mesh mesh_picture sharding params collectives "
-    "precision",
+    "precision schedules",
     "model": "ops models",
     "step": "optimizer step flops equivalence",
     "run": "data checkpoint workdir metrics devices peak recipe recipe_checks recipe_warnings assemble report stopping "

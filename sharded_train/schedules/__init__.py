@@ -1,0 +1,1 @@
+"""Pipeline schedules as tables: made, checked, timed. Numpy only."""
