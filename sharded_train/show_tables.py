@@ -60,7 +60,8 @@ def _scaled(n: float, base: int, units: Sequence[str]) -> str:
     raise AssertionError(units)
 
 
-def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """A table in the looks of all of ours, with the columns of `right` aligned to the right."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
@@ -68,7 +69,7 @@ def _table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 
 def _links(mesh: Mapping[str, Any]) -> Table:
-    table = _table("axis", "size", "rides on", right=["size"])
+    table = new_table("axis", "size", "rides on", right=["size"])
     for axis, size in mesh["sizes"].items():
         table.add_row(axis, f"{size:,}", mesh["links"][axis]["words"])
     return table
@@ -76,7 +77,7 @@ def _links(mesh: Mapping[str, Any]) -> Table:
 
 def _parameters(facts: Mapping[str, Any]) -> Table:
     """Parameters outside the layers, then those of one layer, whose state is that of all layers."""
-    table = _table("parameter", "shape", "logical axes", "stored", "gathered", "state", right=["state"])
+    table = new_table("parameter", "shape", "logical axes", "stored", "gathered", "state", right=["state"])
 
     def row(p: Mapping[str, Any], name: str, first: int) -> None:
         shape = "×".join(map(str, p["shape"][first:]))
@@ -103,7 +104,7 @@ def _spec(dims: Sequence[Sequence[str]]) -> str:
 
 
 def _memory(facts: Mapping[str, Any]) -> Table:
-    table = _table("kind", "bytes", "", right=["bytes", ""])
+    table = new_table("kind", "bytes", "", right=["bytes", ""])
     layerwise = ", one layer at a time" if facts["zero_stage"] == 3 else ""
 
     def rows(kinds: Mapping[str, int]) -> None:
@@ -126,14 +127,14 @@ def _left_whole(facts: Mapping[str, Any]) -> Table | str:
         if facts["zero_stage"] == 0:
             return "Nothing over tensor; ZeRO 0 keeps every parameter whole over data."
         return "Nothing: every parameter is split over every axis that splits its kind."
-    table = _table("parameter", "state", "why", right=["state"])
+    table = new_table("parameter", "state", "why", right=["state"])
     for p in whole:
         table.add_row(p["name"], _state(p), "; ".join(p["left_whole"]))
     return table
 
 
 def _work(facts: Mapping[str, Any]) -> Table:
-    table = _table("", "amount", right=["amount"])
+    table = new_table("", "amount", right=["amount"])
     table.add_row("parameters", f"{facts['num_parameters']:,}")
     table.add_row("tokens a step", f"{facts['tokens_per_step']:,}", end_section=True)
     for kind, flops in facts["flops_per_step"].items():
