@@ -11,10 +11,10 @@ PACKAGE = Path(__file__).parent.parent / "sharded_train"
 
 # From the ground up; a file may import from its own room and those before it.
 ROOMS = {
-    "language": "errors compat config config_values config_file mesh mesh_picture sharding params collectives "
-    "precision schedules",
+    "language": "errors compat gpu_flags config config_values config_file mesh mesh_picture sharding params "
+    "collectives precision schedules",
     "model": "ops models",
-    "step": "optimizer step flops equivalence",
+    "step": "optimizer gradients step flops equivalence",
     "run": "data checkpoint workdir metrics devices peak recipe recipe_checks recipe_warnings assemble report stopping "
     "memory train evaluate generate show show_tables data_verb data_rows rehearse",
     "entry": "launch __main__",

@@ -1,0 +1,58 @@
+"""The options that the step is compiled with on GPUs: the same for training there and for rehearsing without one.
+
+`XLA_FLAGS` goes before: an option that it sets is left to it. XLA's own defaults stand for everything else. What guides
+still list is not set where it brings nothing with jax 0.10.2 and 0.12: the latency-hiding scheduler is on by itself;
+optimisation level O1 and pipelined collectives come to no more overlap than the limit below does, and with tensor
+parallelism recompute attention and double the temporaries; what a layer of a large model gathers is above XLA's
+thresholds for combining collectives anyhow.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import jax
+
+from sharded_train.errors import ConfigError
+
+OPTIONS: dict[str, str | bool] = {
+    # Collectives in flight at once, by default one: the next cannot start before the one before it is done, so most of
+    # ZeRO-3's gathers have no matrix product to hide behind (6.7B on 64 H100: 24 % of their bytes, with 5 it is 74 %).
+    "xla_gpu_experimental_parallel_collective_overlap_limit": "5",
+    # Matrix products by cuBLAS alone. Otherwise XLA times Triton's kernels against cuBLAS's on the device and takes the
+    # faster; a rehearsal cannot time anything, so it would be of another program.
+    "xla_gpu_enable_triton_gemm": False,
+}
+
+
+def options(platform: str, environ: Mapping[str, str] = os.environ) -> dict[str, str | bool] | None:
+    """`compiler_options` for `jax.jit` on devices of this platform; None where there are none to give."""
+    if platform not in ("gpu", "cuda"):
+        return None
+    said = {flag.lstrip("-").partition("=")[0] for flag in environ.get("XLA_FLAGS", "").split()}
+    return {name: value for name, value in OPTIONS.items() if name not in said} or None
+
+
+def check(platform: str) -> None:
+    """Raise ConfigError if the installed jaxlib does not know the options, before anything large is compiled."""
+    wanted = options(platform)
+    if wanted is None:
+        return
+    problems = [
+        f"{name}={value}: jaxlib {jax.lib.__version__} does not take this compiler option ({reason}); install a "
+        "version that pyproject.toml allows, or take the option out of sharded_train/gpu_flags.py"
+        for name, value in wanted.items()
+        if (reason := _refusal({name: value}))
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _refusal(one: dict[str, str | bool]) -> str | None:
+    """What XLA says against an option, asked with an empty program on the device at hand: every back end knows all."""
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options=one)
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).splitlines()[0]
+    return None

@@ -1,0 +1,41 @@
+"""The compiler options for GPUs: which there are, that XLA knows them, and who goes before."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from sharded_train import gpu_flags
+from sharded_train.errors import ConfigError
+
+LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+
+
+def test_only_gpus_get_options() -> None:
+    assert gpu_flags.options("cpu", {}) is None
+    assert gpu_flags.options("gpu", {}) == gpu_flags.OPTIONS
+    assert gpu_flags.OPTIONS[LIMIT] == "5"
+
+
+def test_what_the_environment_says_goes_before() -> None:
+    wanted = gpu_flags.options("gpu", {"XLA_FLAGS": f"--xla_dump_to=/d --{LIMIT}=2"})
+    assert wanted == {name: value for name, value in gpu_flags.OPTIONS.items() if name != LIMIT}
+    every = " ".join(f"--{name}=1" for name in gpu_flags.OPTIONS)
+    assert gpu_flags.options("gpu", {"XLA_FLAGS": every}) is None
+
+
+def test_the_installed_jaxlib_takes_every_option() -> None:
+    gpu_flags.check("gpu")
+
+
+def test_an_option_that_jaxlib_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu_flags.OPTIONS, "xla_gpu_no_such_option", "7")
+    monkeypatch.setitem(gpu_flags.OPTIONS, LIMIT, "many")
+    with pytest.raises(ConfigError) as raised:
+        gpu_flags.check("gpu")
+    assert [problem.partition(":")[0] for problem in raised.value.problems] == [
+        f"{LIMIT}=many",
+        "xla_gpu_no_such_option=7",
+    ]
+    assert all(f"jaxlib {jax.lib.__version__}" in problem for problem in raised.value.problems)
+    gpu_flags.check("cpu")
