@@ -1,0 +1,189 @@
+"""What is computed? FLOPs of one step on one device by kind, and why they are more than the model needs.
+
+Counted from the compiled program, loops resolved; how one instruction counts stands in `rehearse.products`. The model's
+own FLOPs are those of `flops` over the number of devices. What the program does beyond is told by name:
+
+    compiled products = model + rematerialised + scores again + hidden pairs + not explained
+
+where the last is zero when nothing is missed; it holds work that tensor ranks do twice (a kv head that several of them
+need), padding, and attention by XLA on tiles that reach over the causal mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from sharded_train.flops import CONVENTION, Flops
+from sharded_train.rehearse.hlo import Module, bits_of
+from sharded_train.rehearse.hlo_walk import Run, walk
+from sharded_train.rehearse.products import Product, Work, format_of, work_of
+from sharded_train.rehearse.scopes import words_of
+from sharded_train.show_tables import flops_in_words, new_table
+
+ATTENTION_WORDS = (
+    "Attention by cuDNN: 2 products forward, 5 backward (the first computes the scores again). A causal mask that the "
+    "kernel knows counts once; one that comes as a bias does not spare it the hidden pairs."
+)
+REMATERIALISED = "rematerialised by the checkpoint policy"
+AGAIN = "scores computed again within the attention kernel"
+HIDDEN = "pairs of query and key that the causal mask hides, computed all the same"
+REST = "not explained"
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """One instruction that runs, and what it computes each time."""
+
+    run: Run
+    work: Work
+
+
+def describe(module: Module, model: Flops, compute_dtype: str) -> dict[str, Any]:
+    """The section as JSON values. All FLOPs are one device's in one step; `compute_dtype` is HLO's name ("bf16")."""
+    counted, decided = one_branch_each(count(module))
+    products = [(product, each.run) for each in counted for product in each.work.products]
+    kinds: Counter[str] = Counter()
+    for product, run in products:
+        kinds[product.kind] += product.flops * run.times
+    other = sum(each.work.other_flops * each.run.times for each in counted)
+    needed = model.total // module.num_devices
+    return {
+        "by_kind": dict(kinds.most_common()),
+        "products": sum(kinds.values()),
+        "other": other,
+        "model": needed,
+        "explained": _explained(products, needed),
+        "by_part": _by_part(products),
+        "fallbacks": _fallbacks(products, compute_dtype),
+        "unknown": _unknown(counted),
+        "conditionals": decided,
+        "unknown_trips": sorted({loop.name for each in counted for loop in each.run.loops if loop.trips is None}),
+        "convention": f"{ATTENTION_WORDS} {CONVENTION[0].upper()}{CONVENTION[1:]}.",
+    }
+
+
+def count(module: Module) -> list[Counted]:
+    """Everything that runs with its work, all branches of conditionals."""
+    entered = ("call", "async-start", "call-start")  # walk goes into them
+    return [
+        Counted(run, work_of(module, run.computation, run.instruction))
+        for run in walk(module)
+        if run.instruction.opcode not in entered
+    ]
+
+
+def one_branch_each(counted: Sequence[Counted]) -> tuple[list[Counted], list[dict[str, Any]]]:
+    """Of each conditional the branch with the most FLOPs, as though it was taken every time; and which those are."""
+    flops: Counter[tuple[str, int]] = Counter()
+    counts: dict[str, int] = {}
+    for each in counted:
+        for branch in each.run.branches:
+            counts[branch.conditional] = branch.count
+            total = sum(product.flops for product in each.work.products) + each.work.other_flops
+            flops[branch.conditional, branch.index] += total * each.run.times
+    chosen = {name: max(range(n), key=lambda i: flops[name, i]) for name, n in counts.items()}
+    kept = [each for each in counted if all(chosen[branch.conditional] == branch.index for branch in each.run.branches)]
+    decided = [
+        {"name": name, "branches": counts[name], "taken": index, "flops": [flops[name, i] for i in range(counts[name])]}
+        for name, index in chosen.items()
+        if any(flops[name, i] for i in range(counts[name]))
+    ]
+    return kept, decided
+
+
+def _explained(products: Sequence[tuple[Product, Run]], model: int) -> dict[str, int]:
+    """Compiled products as a sum."""
+    parts = {"the model, by its convention": model, REMATERIALISED: 0, AGAIN: 0, HIDDEN: 0}
+    total = 0
+    for product, run in products:
+        total += product.flops * run.times
+        if product.rematerialised:
+            parts[REMATERIALISED] += product.flops * run.times
+        else:
+            parts[AGAIN] += product.again * run.times
+            parts[HIDDEN] += product.hidden * run.times
+    return {**parts, REST: total - sum(parts.values())}
+
+
+def _by_part(products: Sequence[tuple[Product, Run]]) -> list[dict[str, Any]]:
+    """FLOPs by part of the model and pass, in program order."""
+    parts: dict[str, dict[str, Any]] = {}
+    for product, run in products:
+        name = words_of(product.scope)
+        row = parts.setdefault(name, {"part": name, "kinds": Counter(), "flops": 0, "runs": 0})
+        row["kinds"][product.kind] += product.flops * run.times
+        row["flops"] += product.flops * run.times
+        row["runs"] += run.times
+    return [{**row, "kinds": dict(row["kinds"])} for row in parts.values()]
+
+
+def _fallbacks(products: Sequence[tuple[Product, Run]], compute_dtype: str) -> list[dict[str, Any]]:
+    """Products in a wider type than their factors came in, or than the recipe computes in; alike ones together."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for product, run in products:
+        asked = min(product.from_dtype, compute_dtype, key=bits_of)
+        if bits_of(product.dtype) <= bits_of(asked):
+            continue
+        shapes = " · ".join(map(str, product.factors))
+        row = {"part": words_of(product.scope), "shapes": shapes, "kind": product.kind, "asked": format_of(asked)}
+        row = found.setdefault(tuple(row.values()), {**row, "name": product.name, "runs": 0, "flops": 0})
+        row["runs"] += run.times
+        row["flops"] += product.flops * run.times
+    return sorted(found.values(), key=lambda row: -row["flops"])
+
+
+def _unknown(counted: Sequence[Counted]) -> dict[str, int]:
+    """What is not understood, and how often it runs."""
+    found: Counter[str] = Counter()
+    for each in counted:
+        for what in each.work.unknown:
+            found[what] += each.run.times
+    return dict(found)
+
+
+def tables(section: Mapping[str, Any]) -> list[Any]:
+    """The section for a terminal."""
+    return list(_tables(section))
+
+
+def _tables(section: Mapping[str, Any]) -> Iterator[Any]:
+    total = section["products"]
+    kinds = new_table("FLOPs a step on one device", "amount", "share", right=["amount", "share"])
+    for kind, flops in section["by_kind"].items():
+        kinds.add_row(kind, flops_in_words(flops), _share(flops, total))
+    kinds.add_row("all products", flops_in_words(total), "", style="bold", end_section=True)
+    kinds.add_row("everything else, one an element", flops_in_words(section["other"]), "")
+    yield kinds
+    why = new_table("why so many", "amount", "of the model's", right=["amount", "of the model's"])
+    for what, flops in section["explained"].items():
+        if flops:
+            why.add_row(what, flops_in_words(flops), _share(flops, section["model"]))
+    yield why
+    yield section["convention"]
+    if section["fallbacks"]:
+        wide = new_table("computed in", "asked for", "where", "factors", "runs", "amount", right=["runs", "amount"])
+        for row in section["fallbacks"]:
+            wide.add_row(
+                row["kind"], row["asked"], row["part"], row["shapes"], f"{row['runs']:,}", flops_in_words(row["flops"])
+            )
+        yield "Products in a wider type than asked for:"
+        yield wide
+    yield from remarks(section)
+
+
+def remarks(section: Mapping[str, Any]) -> list[str]:
+    """What to know about the numbers, in sentences."""
+    found = [f"Not understood, so not counted: {what}, {n:,} times a step." for what, n in section["unknown"].items()]
+    if loops := section["unknown_trips"]:
+        found.append(f"Counted once, since the program does not tell how often they run: {', '.join(loops)}.")
+    if n := len(section["conditionals"]):
+        these = f"{n} conditionals" if n > 1 else "a conditional"
+        found.append(f"Of {these} the branch with the most FLOPs is counted, every time.")
+    return found
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else ""

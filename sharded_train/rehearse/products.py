@@ -1,0 +1,294 @@
+"""FLOPs of one instruction of a compiled program, counted from its shapes: XLA's own cost analysis of it is empty.
+
+A product of `[m, k]` by `[k, n]` is 2 m k n FLOPs, whether it stands as `dot`, within a fusion (Triton), or as a call of
+cuBLAS or cuDNN, whose `backend_config` holds the dims. Attention by cuDNN over `pairs` of a query and a key, head size D:
+
+- forward 2 products of 2 D FLOPs a pair, backward 5, of which the first computes the scores again: flash attention
+  keeps none (Dao 2023, arXiv:2307.08691, algorithm 2).
+- under a causal mask T (T + 1) / 2 pairs, counted once as in `flops`; a mask that comes as a bias is unknown to the
+  kernel, which works through all T^2.
+
+Everything else counts one FLOP for each element that an arithmetic operation gives, or that a reduction takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sharded_train.rehearse.hlo import Computation, Instruction, Module, Shape, bits_of, unquoted
+
+ARITHMETIC = frozenset(
+    "add subtract multiply divide remainder power maximum minimum negate abs exponential exponential-minus-one log "
+    "log-plus-one logistic tanh tan sqrt rsqrt cbrt cosine sine atan2 erf clamp".split()
+)
+REDUCTIONS = frozenset(["reduce", "reduce-window"])
+WITHOUT_FLOPS = frozenset(
+    "parameter constant iota tuple get-tuple-element bitcast bitcast-convert reshape broadcast transpose reverse slice "
+    "dynamic-slice dynamic-update-slice concatenate pad gather copy copy-start copy-done convert compare select and or "
+    "not xor sign floor ceil round-nearest-even round-nearest-afz is-finite shift-left shift-right-logical "
+    "shift-right-arithmetic popcnt count-leading-zeros reduce-precision stochastic-convert real imag complex after-all "
+    "add-dependency opt-barrier optimization-barrier partition-id replica-id rng-bit-generator rng-get-and-update-state "
+    "rng scatter select-and-scatter sort map infeed outfeed get-dimension-size set-dimension-size domain "
+    "all-gather all-gather-start all-gather-done all-reduce all-reduce-start all-reduce-done reduce-scatter "
+    "reduce-scatter-start reduce-scatter-done all-to-all all-to-all-start all-to-all-done ragged-all-to-all "
+    "collective-permute collective-permute-start collective-permute-done collective-broadcast "
+    "collective-broadcast-start collective-broadcast-done send send-done recv recv-done "
+    "async-start async-update async-done".split()
+)
+CALLING = frozenset(["fusion", "call", "async-start"])
+CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$groupedMatmul", "__cudnn$blockScaledDot")
+CUDNN_ATTENTION = "__cudnn$fmha"
+CUSTOM_WITHOUT_FLOPS = ("AllocateBuffer", "CreateBuffer", "Pin", "Unpin", "MoveToHost", "MoveToDevice", "__nop")
+UNARY = frozenset(["bitcast", "reshape", "copy", "convert", "transpose", "slice", "dynamic-slice", "get-tuple-element"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix product, or a kernel of several that are attention. FLOPs are those of one execution.
+
+    `dtype` is the widest of its factors, `from_dtype` the narrowest that they were before conversion, `precision` what
+    it asks of fp32 factors ("highest" is full fp32, else TF32); `hidden` are FLOPs on pairs that a causal mask hides,
+    `again` those of scores computed again within the kernel.
+    """
+
+    name: str
+    scope: str
+    by: str  # "XLA", "cuBLAS" or "cuDNN"
+    factors: tuple[Shape, Shape]
+    result: Shape
+    dtype: str
+    from_dtype: str
+    flops: int
+    precision: str = "default"
+    attention: bool = False
+    hidden: int = 0
+    again: int = 0
+
+    @property
+    def rematerialised(self) -> bool:
+        """Whether it is computed a second time, for the backward pass, as jax.checkpoint has it."""
+        return "rematted_computation" in self.scope
+
+    @property
+    def kind(self) -> str:
+        """What it is counted as: the format that the tensor cores multiply in, or attention."""
+        if self.attention:
+            return f"attention by {self.by}"
+        return f"products in {format_of(self.dtype, self.precision)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one execution of an instruction computes; `unknown` names what is not understood in it."""
+
+    products: tuple[Product, ...] = ()
+    other_flops: int = 0
+    unknown: tuple[str, ...] = ()
+
+
+def format_of(dtype: str, precision: str = "default") -> str:
+    """The name of the format of a product: "FP8", "bf16", "fp16", "TF32", "fp32"."""
+    if dtype.startswith("f8"):
+        return "FP8"
+    if dtype == "f32":
+        return "fp32" if precision == "highest" else "TF32"
+    return {"f16": "fp16", "f64": "fp64", "s8": "int8", "u8": "int8"}.get(dtype, dtype)
+
+
+def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
+    """What one execution of an instruction computes, with all that a fusion or a call holds; loops are `walk`'s."""
+    opcode = instruction.opcode
+    if opcode in CALLING:
+        return _sum(_in(module, called, (computation, instruction)) for called in module.called(instruction)[:1])
+    if opcode == "custom-call":
+        return _custom_call(module, computation, instruction)
+    if opcode in ("dot", "scaled-dot"):
+        return Work(products=(_dot(module, computation, instruction, ()),))
+    if opcode in ARITHMETIC:
+        return Work(other_flops=instruction.shapes[0].size)
+    if opcode in REDUCTIONS:
+        taken = computation.operands(instruction)[: len(instruction.shapes)]
+        return Work(other_flops=sum(operand.shapes[0].size for operand in taken))
+    if opcode in WITHOUT_FLOPS or opcode in ("while", "conditional"):
+        return Work()
+    return Work(unknown=(opcode,))
+
+
+Callers = tuple[tuple[Computation, Instruction], ...]
+
+
+def _in(module: Module, computation: Computation, *callers: tuple[Computation, Instruction]) -> Work:
+    """All of a called computation; `callers` lead to it, the innermost last."""
+
+    def each() -> Iterator[Work]:
+        for instruction in computation:
+            if instruction.opcode in CALLING:
+                for called in module.called(instruction)[:1]:
+                    yield _in(module, called, *callers, (computation, instruction))
+            elif instruction.opcode in ("dot", "scaled-dot"):
+                yield Work(products=(_dot(module, computation, instruction, callers),))
+            else:
+                yield work_of(module, computation, instruction)
+
+    return _sum(each())
+
+
+def _sum(works: Iterator[Work]) -> Work:
+    products: tuple[Product, ...] = ()
+    unknown: tuple[str, ...] = ()
+    other = 0
+    for work in works:
+        products, unknown, other = products + work.products, unknown + work.unknown, other + work.other_flops
+    return Work(products, other, unknown)
+
+
+def _dot(module: Module, computation: Computation, instruction: Instruction, callers: Callers) -> Product:
+    attributes = instruction.attributes
+    dims = {
+        f"{side}_{kind}": _numbers(attributes.get(f"{side}_{kind}_dims", ""))
+        for side in ("lhs", "rhs")
+        for kind in ("contracting", "batch")
+    }
+    precision = "highest" if "highest" in attributes.get("operand_precision", "") else "default"
+    precision = attributes.get("algorithm", precision)
+    return _product(module, computation, instruction, callers, dims, "XLA", precision)
+
+
+def _product(
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    callers: Callers,
+    dims: Mapping[str, tuple[int, ...]],
+    by: str,
+    precision: str,
+) -> Product:
+    operands = computation.operands(instruction)[:2]
+    lhs, rhs = (operand.shapes[0] for operand in operands)
+    taken = set(dims["rhs_contracting"]) | set(dims["rhs_batch"])
+    free = math.prod(n for i, n in enumerate(rhs.dims) if i not in taken)
+    sources = [_narrowest(module, computation, operand, callers) for operand in operands]
+    return Product(
+        name=instruction.name,
+        scope=instruction.scope,
+        by=by,
+        factors=(lhs, rhs),
+        result=instruction.shapes[0],
+        dtype=max(lhs.dtype, rhs.dtype, key=bits_of),
+        from_dtype=max(sources, key=bits_of),
+        flops=2 * lhs.size * free,
+        precision=precision,
+        attention=by == "XLA" and bool(dims["lhs_batch"]) and _is_scores(instruction),
+    )
+
+
+def _is_scores(instruction: Instruction) -> bool:
+    """Whether a batch of products is attention's: one that XLA splits by its sum ("split-K") has a name of XLA's."""
+    return "attention" in instruction.scope and instruction.name.startswith("dot_general")
+
+
+def _narrowest(module: Module, computation: Computation, instruction: Instruction, callers: Callers) -> str:
+    """The narrowest dtype that a factor had on its way to the product, through converts, scaling and parameters."""
+    narrowest = instruction.shapes[0].dtype
+    for _ in range(32):  # a chain is short; nothing is lost but a hint if it is not
+        opcode = instruction.opcode
+        if opcode == "parameter" and callers:
+            computation, caller = callers[-1]
+            callers = callers[:-1]
+            instruction = computation.operands(caller)[int(instruction.literal)]
+        elif opcode in UNARY:
+            if len(computation.operands(instruction)[0].shapes) > 1:
+                break  # a leaf of a tuple: of a loop, a collective
+            instruction = computation.operands(instruction)[0]
+        elif opcode == "multiply":
+            factors = computation.operands(instruction)
+            whole = [factor for factor in factors if factor.opcode not in ("broadcast", "constant")]
+            if len(whole) != 1:
+                break
+            instruction = whole[0]
+        elif opcode == "fusion" and len(instruction.shapes) == 1:
+            callers = (*callers, (computation, instruction))
+            computation = module.called(instruction)[0]
+            instruction = computation.instructions[computation.root]
+        else:
+            break
+        dtype = instruction.shapes[0].dtype
+        if not re.match(r"b?f\d", dtype):
+            break
+        narrowest = min(narrowest, dtype, key=bits_of)
+    return narrowest
+
+
+def _custom_call(module: Module, computation: Computation, instruction: Instruction) -> Work:
+    target = unquoted(instruction.attributes.get("custom_call_target", ""))
+    if target.startswith(CUBLAS):
+        return Work(products=(_cublas(module, computation, instruction),))
+    if target.startswith(CUDNN_ATTENTION):
+        return Work(products=(_cudnn_attention(computation, instruction, backward="Backward" in target),))
+    if target.startswith(CUSTOM_WITHOUT_FLOPS):
+        return Work()
+    return Work(unknown=(f"custom-call {target}",))
+
+
+def config_of(instruction: Instruction, key: str) -> Mapping[str, Any]:
+    """A part of an instruction's `backend_config`, empty where it has none."""
+    try:
+        return json.loads(instruction.attributes.get("backend_config", "{}")).get(key, {})  # type: ignore[no-any-return]
+    except json.JSONDecodeError:
+        return {}
+
+
+def _cublas(module: Module, computation: Computation, instruction: Instruction) -> Product:
+    config = config_of(instruction, "gemm_backend_config")
+    config = config.get("gemm_backend_config", config)  # within that of a grouped product
+    numbers = config.get("dot_dimension_numbers", {})
+    dims = {
+        f"{side}_{kind}": tuple(map(int, numbers.get(f"{side}_{kind}_dimensions", ())))
+        for side in ("lhs", "rhs")
+        for kind in ("contracting", "batch")
+    }
+    asked = config.get("precision_config", {}).get("operand_precision", [])
+    return _product(
+        module, computation, instruction, (), dims, "cuBLAS", "highest" if "HIGHEST" in asked else "default"
+    )
+
+
+def _cudnn_attention(computation: Computation, instruction: Instruction, backward: bool) -> Product:
+    config = config_of(instruction, "cudnn_fmha_backend_config")
+    batch, heads, queries, keys = (int(n) for n in config["intermediate_tensor_shape"]["dimensions"])
+    q, k = (operand.shapes[0] for operand in computation.operands(instruction)[:2])
+    all_pairs = batch * heads * queries * keys
+    masked = "CAUSAL" in config.get("mask_type", "")
+    seen = _seen(queries, keys, int(config.get("sliding_window_length", 0)))
+    num_products = 5 if backward else 2
+    one = 2 * q.dims[-1] * batch * heads * seen
+    hidden = 0 if masked else 2 * q.dims[-1] * (all_pairs - batch * heads * seen)
+    return Product(
+        name=instruction.name,
+        scope=instruction.scope,
+        by="cuDNN",
+        factors=(q, k),
+        result=instruction.shapes[0],
+        dtype=q.dtype,
+        from_dtype=q.dtype,
+        flops=(one + hidden) * num_products,
+        attention=True,
+        hidden=hidden * num_products,
+        again=one if backward else 0,
+    )
+
+
+def _seen(queries: int, keys: int, window: int) -> int:
+    """Pairs that a causal mask lets through, the first query seeing the first key; of a window, its last keys only."""
+    most = min(window, keys) if window > 0 else keys
+    growing = min(queries, most)  # query i sees i + 1 keys, at most `most`
+    return growing * (growing + 1) // 2 + (queries - growing) * most
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", text))

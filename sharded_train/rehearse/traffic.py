@@ -1,0 +1,148 @@
+"""Bytes that one instruction of a compiled program reads from the device's memory and writes to it.
+
+A fusion often takes a whole stack of layers and uses one: what it reads of an operand is followed from its result
+backwards, so that a slice counts with what it takes, and an update in place with what it changes. What is counted
+is the least that a kernel must move, each operand once, as though nothing of it was still in the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from sharded_train.rehearse.hlo import Computation, Instruction, Module
+
+FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all add-dependency opt-barrier optimization-barrier "
+    "partition-id replica-id get-dimension-size domain while conditional call async-start async-update async-done "
+    "call-start call-done copy-done all-gather all-gather-start all-gather-done all-reduce all-reduce-start "
+    "all-reduce-done reduce-scatter reduce-scatter-start reduce-scatter-done all-to-all all-to-all-start "
+    "all-to-all-done ragged-all-to-all collective-permute collective-permute-start collective-permute-done "
+    "collective-broadcast collective-broadcast-start collective-broadcast-done send send-done recv recv-done".split()
+)
+SLICES = frozenset(["slice", "dynamic-slice", "gather"])
+SAME_PLACE = frozenset(["bitcast", "reshape", "copy"])  # between an update in place and the result
+WHOLE = frozenset(["dot", "scaled-dot", "fusion", "call", "custom-call", "sort", "scatter", "convolution", "while"])
+_SIZES = {"slice": 1, "dynamic-slice": 1, "gather": 2}  # operands that are more than a position
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Bytes of one execution."""
+
+    read: int
+    written: int
+
+    @property
+    def total(self) -> int:
+        return self.read + self.written
+
+
+def traffic_of(module: Module, computation: Computation, instruction: Instruction) -> Traffic:
+    """Bytes of one execution of an instruction that is launched by itself."""
+    opcode = instruction.opcode
+    if opcode in FREE:
+        return Traffic(0, 0)
+    if opcode == "fusion":
+        body = module.called(instruction)[0]
+        read = sum(_used_of_parameters(body).values())
+        return Traffic(read, sum(_written(body, name) for name in _results(body)))
+    operands = [operand.shapes[0] for operand in computation.operands(instruction) if operand.shapes]
+    if opcode in SLICES:
+        size = instruction.shapes[0].bytes
+        positions = sum(shape.bytes for shape in operands[1 : _SIZES[opcode]])
+        return Traffic(size + positions, size)
+    if opcode == "dynamic-update-slice":
+        return Traffic(operands[1].bytes, operands[1].bytes)
+    if opcode == "scatter":
+        updates = sum(shape.bytes for shape in operands[len(instruction.shapes) + 1 :])
+        return Traffic(2 * updates + operands[len(instruction.shapes)].bytes, updates)
+    results = instruction.shapes
+    if opcode == "custom-call" and len(results) > 1 and results[-1].dtype in ("s8", "u8"):
+        results = results[:-1]  # room to work in
+    return Traffic(sum(shape.bytes for shape in operands), sum(shape.bytes for shape in results))
+
+
+def _results(body: Computation) -> tuple[str, ...]:
+    """Names of what a fusion gives: those that its tuple holds, or its root."""
+    root = body.instructions[body.root]
+    return root.operands if root.opcode == "tuple" else (body.root,)
+
+
+def _updated(body: Computation, name: str) -> Instruction | None:
+    """The update in place that a result of a fusion is, if it is one."""
+    made = body.instructions[name]
+    while made.opcode in SAME_PLACE:
+        made = body.instructions[made.operands[0]]
+    return made if made.opcode in ("dynamic-update-slice", "scatter") else None
+
+
+def _written(body: Computation, name: str) -> int:
+    update = _updated(body, name)
+    if update is None:
+        return sum(shape.bytes for shape in body.instructions[name].shapes)
+    return sum(operand.shapes[0].bytes for operand in _updates(body, update))
+
+
+def _updates(body: Computation, update: Instruction) -> list[Instruction]:
+    """The new values of an update in place."""
+    operands = body.operands(update)
+    return operands[1:2] if update.opcode == "dynamic-update-slice" else operands[len(update.shapes) + 1 :]
+
+
+def _used_of_parameters(body: Computation) -> dict[str, int]:
+    """Bytes that a fusion reads of each of its parameters, by name."""
+    used = _used(body)
+    return {
+        each.name: round(sum(shape.bytes for shape in each.shapes) * used[each.name])
+        for each in body
+        if each.opcode == "parameter"
+    }
+
+
+def _used(body: Computation) -> Mapping[str, float]:
+    """The part of each instruction's entries that the fusion's results need, 0 to 1.
+
+    Parts taken by several slices add up, being of different places; other uses may be of the same entries, so that the
+    largest counts.
+    """
+    largest: defaultdict[str, float] = defaultdict(float)
+    sliced: defaultdict[str, float] = defaultdict(float)
+    in_place = {update.name for name in _results(body) if (update := _updated(body, name))}
+    for name in _results(body):
+        largest[name] = 1.0
+    used: dict[str, float] = {}
+    for instruction in reversed(list(body)):
+        name = instruction.name
+        used[name] = min(1.0, max(largest[name], sliced[name]))
+        if used[name] == 0:
+            continue
+        for operand, part, is_slice in _needs(body, instruction, used[name], name in in_place):
+            if is_slice:
+                sliced[operand] += part
+            else:
+                largest[operand] = max(largest[operand], part)
+    return used
+
+
+def _needs(
+    body: Computation, instruction: Instruction, part: float, in_place: bool
+) -> Iterator[tuple[str, float, bool]]:
+    """For each operand the part of its entries that `part` of the result needs, and whether it is a slice of it."""
+    opcode = instruction.opcode
+    size = max(1, instruction.shapes[0].size if instruction.shapes else 1)
+    for i, operand in enumerate(body.operands(instruction)):
+        its_size = max(1, operand.shapes[0].size if operand.shapes else 1)
+        if opcode in SLICES and i == 0:
+            yield operand.name, min(1.0, part * size / its_size), True
+        elif opcode in ("dynamic-update-slice", "scatter") and i == 0:
+            new = sum(each.shapes[0].size for each in _updates(body, instruction))
+            again = new / its_size if opcode == "scatter" else 0.0  # a scatter adds to what is there
+            yield operand.name, again if in_place else max(0.0, part - new / size), False
+        elif opcode in WHOLE or opcode in ("dynamic-update-slice", "scatter", "gather", "dynamic-slice", "tuple"):
+            yield operand.name, 1.0, False
+        elif opcode in ("reduce", "reduce-window", "concatenate"):
+            yield operand.name, part, False
+        else:  # element by element, or a broadcast
+            yield operand.name, min(1.0, part * size / its_size), False
