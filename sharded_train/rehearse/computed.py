@@ -122,14 +122,14 @@ def _by_part(products: Sequence[tuple[Product, Run]]) -> list[dict[str, Any]]:
 
 def _fallbacks(products: Sequence[tuple[Product, Run]], compute_dtype: str) -> list[dict[str, Any]]:
     """Products in a wider type than their factors came in, or than the recipe computes in; alike ones together."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
     for product, run in products:
         asked = min(product.from_dtype, compute_dtype, key=bits_of)
         if bits_of(product.dtype) <= bits_of(asked):
             continue
         shapes = " · ".join(map(str, product.factors))
-        row = {"part": words_of(product.scope), "shapes": shapes, "kind": product.kind, "asked": format_of(asked)}
-        row = found.setdefault(tuple(row.values()), {**row, "name": product.name, "runs": 0, "flops": 0})
+        told = {"part": words_of(product.scope), "shapes": shapes, "kind": product.kind, "asked": format_of(asked)}
+        row = found.setdefault(tuple(told.values()), {**told, "name": product.name, "runs": 0, "flops": 0})
         row["runs"] += run.times
         row["flops"] += product.flops * run.times
     return sorted(found.values(), key=lambda row: -row["flops"])

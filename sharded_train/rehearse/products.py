@@ -1,12 +1,12 @@
 """FLOPs of one instruction of a compiled program, counted from its shapes: XLA's own cost analysis of it is empty.
 
-A product of `[m, k]` by `[k, n]` is 2 m k n FLOPs, whether it stands as `dot`, within a fusion (Triton), or as a call of
-cuBLAS or cuDNN, whose `backend_config` holds the dims. Attention by cuDNN over `pairs` of a query and a key, head size D:
+A product of `[m, k]` by `[k, n]` is 2 m k n FLOPs, whether it stands as `dot`, within a fusion (Triton), or as a call
+of cuBLAS or cuDNN, whose `backend_config` holds the dims. Attention by cuDNN, with heads of size D:
 
 - forward 2 products of 2 D FLOPs a pair, backward 5, of which the first computes the scores again: flash attention
   keeps none (Dao 2023, arXiv:2307.08691, algorithm 2).
 - under a causal mask T (T + 1) / 2 pairs, counted once as in `flops`; a mask that comes as a bias is unknown to the
-  kernel, which works through all T^2.
+  kernel, which works through all T^2 pairs.
 
 Everything else counts one FLOP for each element that an arithmetic operation gives, or that a reduction takes.
 """
@@ -21,26 +21,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sharded_train.rehearse.hlo import Computation, Instruction, Module, Shape, bits_of, unquoted
+from sharded_train.rehearse.opcodes import ARITHMETIC, CALLING, PRODUCTS, REDUCTIONS, WITHOUT_FLOPS
 
-ARITHMETIC = frozenset(
-    "add subtract multiply divide remainder power maximum minimum negate abs exponential exponential-minus-one log "
-    "log-plus-one logistic tanh tan sqrt rsqrt cbrt cosine sine atan2 erf clamp".split()
-)
-REDUCTIONS = frozenset(["reduce", "reduce-window"])
-WITHOUT_FLOPS = frozenset(
-    "parameter constant iota tuple get-tuple-element bitcast bitcast-convert reshape broadcast transpose reverse slice "
-    "dynamic-slice dynamic-update-slice concatenate pad gather copy copy-start copy-done convert compare select and or "
-    "not xor sign floor ceil round-nearest-even round-nearest-afz is-finite shift-left shift-right-logical "
-    "shift-right-arithmetic popcnt count-leading-zeros reduce-precision stochastic-convert real imag complex after-all "
-    "add-dependency opt-barrier optimization-barrier partition-id replica-id rng-bit-generator rng-get-and-update-state "
-    "rng scatter select-and-scatter sort map infeed outfeed get-dimension-size set-dimension-size domain "
-    "all-gather all-gather-start all-gather-done all-reduce all-reduce-start all-reduce-done reduce-scatter "
-    "reduce-scatter-start reduce-scatter-done all-to-all all-to-all-start all-to-all-done ragged-all-to-all "
-    "collective-permute collective-permute-start collective-permute-done collective-broadcast "
-    "collective-broadcast-start collective-broadcast-done send send-done recv recv-done "
-    "async-start async-update async-done".split()
-)
-CALLING = frozenset(["fusion", "call", "async-start"])
 CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$groupedMatmul", "__cudnn$blockScaledDot")
 CUDNN_ATTENTION = "__cudnn$fmha"
 CUSTOM_WITHOUT_FLOPS = ("AllocateBuffer", "CreateBuffer", "Pin", "Unpin", "MoveToHost", "MoveToDevice", "__nop")
@@ -107,14 +89,14 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
         return _sum(_in(module, called, (computation, instruction)) for called in module.called(instruction)[:1])
     if opcode == "custom-call":
         return _custom_call(module, computation, instruction)
-    if opcode in ("dot", "scaled-dot"):
+    if opcode in PRODUCTS:
         return Work(products=(_dot(module, computation, instruction, ()),))
     if opcode in ARITHMETIC:
         return Work(other_flops=instruction.shapes[0].size)
     if opcode in REDUCTIONS:
         taken = computation.operands(instruction)[: len(instruction.shapes)]
         return Work(other_flops=sum(operand.shapes[0].size for operand in taken))
-    if opcode in WITHOUT_FLOPS or opcode in ("while", "conditional"):
+    if opcode in WITHOUT_FLOPS:
         return Work()
     return Work(unknown=(opcode,))
 
@@ -130,7 +112,7 @@ def _in(module: Module, computation: Computation, *callers: tuple[Computation, I
             if instruction.opcode in CALLING:
                 for called in module.called(instruction)[:1]:
                     yield _in(module, called, *callers, (computation, instruction))
-            elif instruction.opcode in ("dot", "scaled-dot"):
+            elif instruction.opcode in PRODUCTS:
                 yield Work(products=(_dot(module, computation, instruction, callers),))
             else:
                 yield work_of(module, computation, instruction)

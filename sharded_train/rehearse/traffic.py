@@ -12,16 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from sharded_train.rehearse.hlo import Computation, Instruction, Module
+from sharded_train.rehearse.opcodes import COLLECTIVES, CONTROL, NO_KERNEL, SLICES, UPDATES
 
-FREE = frozenset(
-    "parameter constant tuple get-tuple-element bitcast after-all add-dependency opt-barrier optimization-barrier "
-    "partition-id replica-id get-dimension-size domain while conditional call async-start async-update async-done "
-    "call-start call-done copy-done all-gather all-gather-start all-gather-done all-reduce all-reduce-start "
-    "all-reduce-done reduce-scatter reduce-scatter-start reduce-scatter-done all-to-all all-to-all-start "
-    "all-to-all-done ragged-all-to-all collective-permute collective-permute-start collective-permute-done "
-    "collective-broadcast collective-broadcast-start collective-broadcast-done send send-done recv recv-done".split()
-)
-SLICES = frozenset(["slice", "dynamic-slice", "gather"])
+FREE = NO_KERNEL | COLLECTIVES | CONTROL | frozenset(["call", "async-start", "call-start"])  # they cost what they hold
 SAME_PLACE = frozenset(["bitcast", "reshape", "copy"])  # between an update in place and the result
 WHOLE = frozenset(["dot", "scaled-dot", "fusion", "call", "custom-call", "sort", "scatter", "convolution", "while"])
 _SIZES = {"slice": 1, "dynamic-slice": 1, "gather": 2}  # operands that are more than a position
@@ -75,7 +68,7 @@ def _updated(body: Computation, name: str) -> Instruction | None:
     made = body.instructions[name]
     while made.opcode in SAME_PLACE:
         made = body.instructions[made.operands[0]]
-    return made if made.opcode in ("dynamic-update-slice", "scatter") else None
+    return made if made.opcode in UPDATES else None
 
 
 def _written(body: Computation, name: str) -> int:
@@ -136,7 +129,7 @@ def _needs(
         its_size = max(1, operand.shapes[0].size if operand.shapes else 1)
         if opcode in SLICES and i == 0:
             yield operand.name, min(1.0, part * size / its_size), True
-        elif opcode in ("dynamic-update-slice", "scatter") and i == 0:
+        elif opcode in UPDATES and i == 0:
             new = sum(each.shapes[0].size for each in _updates(body, instruction))
             again = new / its_size if opcode == "scatter" else 0.0  # a scatter adds to what is there
             yield operand.name, again if in_place else max(0.0, part - new / size), False
