@@ -43,9 +43,9 @@ def slots(schedule: Schedule) -> Slots:
     """The slot tables of a valid schedule, with as few slots as can be."""
     forward, backward = schedule.forward, schedule.backward
     arriving, cotangents = schedule.arriving_inputs(), schedule.arriving_cotangents()
-    first = schedule.is_first(forward)
+    embedded = np.where(schedule.is_first(forward), forward, NONE)
     used = when(schedule, backward)
-    inputs, num_inputs = _colour(when(schedule, np.where(first, forward, arriving)), used)
+    inputs, num_inputs = _colour(np.maximum(when(schedule, embedded), when(schedule, arriving)), used)
     outputs, num_cotangents = _colour(when(schedule, cotangents), used)
     if schedule.weights is None:
         kept, num_kept, weights = np.full_like(used, NONE), 0, np.full_like(forward, NONE)

@@ -37,7 +37,10 @@ NONE = -1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-    """Items `[tick, stage]` of int32; `weights` is None where the backward of an item is done in one go."""
+    """Items `[tick, stage]` of int32; `weights` is None where the backward of an item is done in one go.
+
+    `claimed` `[2, stage]`: no stage holds more items from forward to backward, and from backward to weights.
+    """
 
     name: str
     num_stages: int
@@ -45,7 +48,8 @@ class Schedule:
     num_chunks: int
     forward: np.ndarray
     backward: np.ndarray
-    weights: np.ndarray | None = None
+    weights: np.ndarray | None
+    claimed: np.ndarray
 
     @property
     def num_ticks(self) -> int:
