@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -26,3 +27,30 @@ def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     have = varying_axes(x)
     missing = tuple(axis for axis in axes if axis not in have)
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+@contextlib.contextmanager
+def cudnn_assumed(version: int = 90800) -> Iterator[None]:
+    """Lets cuDNN's attention be traced where there is no cuDNN, for a program that is only compiled.
+
+    JAX asks the installed library for its version before it writes the call, and has no other way to be told one.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo  # private: imported by those who need it only
+
+    asked = fused_attention_stablehlo.check_cudnn_version
+    fused_attention_stablehlo.check_cudnn_version = lambda: version
+    try:
+        yield
+    finally:
+        fused_attention_stablehlo.check_cudnn_version = asked
+
+
+def compile_only_devices(target: str, hosts: int, devices_per_host: int) -> list[jax.Device]:
+    """Devices that programs can be compiled for and nothing else, `process_index` being the host.
+
+    `target` is the text of XLA's `GpuTargetConfigProto`. Needs the CUDA plugin of jax's own version, but no GPU.
+    """
+    from jax.experimental import topologies
+
+    topology = f"1x{hosts}x{devices_per_host}"  # partitions x hosts x devices
+    return topologies.get_topology_desc(platform="cuda", target_config=target, topology=topology).devices
