@@ -103,13 +103,13 @@ def sample_tokens(
 
     A sample is a function of its number and the seed, not of the mesh.
     """
-    ways = math.prod(program.mesh.shape[axis] for axis in program.row_axes)
+    ways = math.prod(program.mesh.shape[axis] for axis in program.local.row_axes)
     rows = -(-num_samples // ways)
 
     def local(shards: Tree, prompt: jax.Array, key: jax.Array) -> jax.Array:
         return _sample(program, shards, prompt, key, sampling, rows, limit)
 
-    spec = P(program.row_axes or None)
+    spec = P(program.local.row_axes or None)
     run = jax.jit(jax.shard_map(local, mesh=program.mesh, in_specs=(program.plan.stored, P(), P()), out_specs=spec))
     tokens = run(params, jnp.asarray(prompt, jnp.int32), jax.random.key(sampling.seed))
     whole = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(program.mesh, P()))(tokens)
@@ -120,20 +120,19 @@ def _sample(
     program: Program, shards: Tree, prompt: jax.Array, key: jax.Array, sampling: Sampling, rows: int, limit: int
 ) -> jax.Array:
     """On one device: its `[rows, max_tokens]`."""
-    model, names, axes = program.model, program.plan.placements, program.plan.axes
-    weights = program.weights(shards)
-    outer = program.outside_layers(weights)
-    own = index_of(program.row_axes) * rows + jnp.arange(rows)
+    model, local, axes = program.model, program.local, program.plan.axes
+    layers = local.layers(shards) if program.plan.zero.stage == 3 else local.whole_layers(shards)
+    outer = local.outer(shards)
+    own = index_of(local.row_axes) * rows + jnp.arange(rows)
     keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(own)
 
     def read(tokens: jax.Array, cache: Cache, start: jax.Array | int) -> tuple[jax.Array, Cache]:
-        fetch = lambda w: program.fetch(w, names["layers"])
-        return advance(model, outer, weights["layers"], fetch, tokens, cache, start)
+        return advance(model, outer, layers.stacked, layers.fetch, tokens, cache, start)
 
     def choose(logits: jax.Array, place: jax.Array | int) -> jax.Array:
         pick = lambda key, row: _choose(row[:limit], jax.random.fold_in(key, place), sampling)
         # Equal on all devices of tensor already; the maximum makes it equal by construction.
-        return compat.vary(all_max(jax.vmap(pick)(keys, logits), "tensor"), program.row_axes)
+        return compat.vary(all_max(jax.vmap(pick)(keys, logits), "tensor"), local.row_axes)
 
     def next_token(carry: tuple, place: jax.Array) -> tuple[tuple, jax.Array]:
         token, cache = carry

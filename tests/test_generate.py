@@ -13,7 +13,7 @@ from sharded_train.collectives import TensorParallel
 from sharded_train.equivalence import MODELS, Layout, program
 from sharded_train.generate import Sampling, sample_tokens
 from sharded_train.models import decoder
-from sharded_train.models.stack import layer_stack
+from sharded_train.models.stack import Source, run
 from sharded_train.ops.linear import similarity
 from sharded_train.step import Program
 
@@ -37,13 +37,13 @@ def next_logits(model: str, tokens: np.ndarray) -> np.ndarray:
         tp = TensorParallel()
         x = decoder.embed(p.model, weights, tokens, positions, ctx, tp)
         block = lambda x, w, c, i: decoder.block(p.model, "xla", x, w, c, i)
-        x = layer_stack(block, lambda w: w, x, weights["layers"], ctx)
+        x = run(block, Source(weights["layers"]), x, ctx)
         x = decoder.final(p.model, x, weights, tp)
         rows = similarity(x.reshape(-1, x.shape[-1]), decoder.head(p.model, weights))
         return rows.reshape(*tokens.shape, -1)
 
-    run = jax.shard_map(forward, mesh=p.mesh, in_specs=(p.plan.stored, P()), out_specs=P())
-    return np.asarray(jax.jit(run)(weights, tokens))
+    logits = jax.shard_map(forward, mesh=p.mesh, in_specs=(p.plan.stored, P()), out_specs=P())
+    return np.asarray(jax.jit(logits)(weights, tokens))
 
 
 @pytest.mark.parametrize("model", MODELS)

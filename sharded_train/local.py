@@ -1,0 +1,172 @@
+"""The model on one device of the mesh: from its shards and its rows to the loss, every part by itself.
+
+Weights and losses that several devices hold parts of meet here in named collectives; `gradients` and `pipeline` put the
+parts together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharded_train import compat
+from sharded_train.collectives import TensorParallel, index_of
+from sharded_train.models import decoder, stack
+from sharded_train.models.stack import Remat, Source
+from sharded_train.ops.loss import cross_entropy
+from sharded_train.params import Tree
+from sharded_train.sharding import REPLICA, Plan
+
+BATCH_AXES = (REPLICA, "data")  # mesh axes that different rows lie on
+
+Array = Any  # of JAX or NumPy, or the shape of one
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """The step and how many of them. Batch sizes are global: they do not change with the mesh."""
+
+    num_steps: int = 1000
+    stop_at: int | None = None  # stop and save at this step, the schedule unchanged
+    global_batch_size: int = 32  # rows a step
+    sequence_length: int = 256  # tokens a row
+    num_microbatches: int = 1  # parts each device's rows are worked through in
+    seed: int = 0
+    clip_norm: float | None = 1.0  # of the whole gradient; None: never
+    ema_decay: float | None = None  # of averaged weights, which are then the ones evaluated; None: none are kept
+    remat: Remat = "none"
+    # Work every layer on two halves of the rows, one's tensor collectives hiding behind the other's products.
+    in_halves: bool | None = None  # None: on GPUs, where tensor is larger than 1 and the rows of a microbatch are even
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+
+
+class Batch(flax.struct.PyTreeNode):
+    """Rows of tokens, each array `[rows, seq]` int32."""
+
+    tokens: Array
+    targets: Array  # the token to predict at each place; -1: nothing to predict
+    segments: Array  # 1, 2, ... per document in the row; 0: padding
+    positions: Array  # 0, 1, ... within the document's part of the row
+
+
+class Loss(flax.struct.PyTreeNode):
+    """The loss of a batch, as sums over the tokens of the whole mesh."""
+
+    nll: jax.Array  # nats
+    num_tokens: jax.Array  # that had a target
+
+
+class Microbatch(NamedTuple):
+    """What one pass works on."""
+
+    rows: Batch
+    numbers: jax.Array  # [rows, seq]: of each token in the global batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+    """The model on one device of the mesh; every method is called inside the manual `jax.shard_map`."""
+
+    model: decoder.DecoderConfig
+    plan: Plan
+    compute_dtype: jnp.dtype
+    implementation: Literal["xla", "cudnn"]  # of attention
+    train: TrainConfig
+    in_halves: bool
+
+    # ---- sums over the mesh -------------------------------------------------------------------------------------
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The mesh axes that the rows of a batch are split over, of those with several devices."""
+        return tuple(axis for axis in BATCH_AXES if axis in self.plan.axes)
+
+    def over_rows(self, x: jax.Array) -> jax.Array:
+        """The sum, over all devices, of what differs from row to row."""
+        return lax.psum(x, self.row_axes) if self.row_axes else x
+
+    def num_targets(self, batch: Batch) -> jax.Array:
+        return self.over_rows((batch.targets >= 0).sum())
+
+    def global_norm(self, grads: Tree) -> jax.Array:
+        """The norm of the whole gradient, each parameter once: leaves summed over the axes that split them."""
+        squares: dict[tuple[str, ...], jax.Array] = {}
+        for grad in jax.tree.leaves(grads):
+            axes = compat.varying_axes(grad)
+            squares[axes] = squares.get(axes, jnp.float32(0)) + jnp.sum(grad**2)
+        return jnp.sqrt(sum(lax.psum(s, axes) if axes else s for axes, s in squares.items()))
+
+    # ---- weights --------------------------------------------------------------------------------------------------
+
+    @property
+    def streams(self) -> bool:
+        """Whether weights or gradients move over data, so that it pays to move them layer by layer."""
+        return bool(self.row_axes)
+
+    def outer(self, shards: Tree) -> Tree:
+        """Gathered weights before and after the layers."""
+        shards, names = outside_layers(shards), outside_layers(self.plan.placements)
+        return self.plan.gather(shards, names, self.compute_dtype)
+
+    def layers(self, shards: Tree) -> Source:
+        """The layers' weights, each gathered when its turn comes."""
+        names = self.plan.placements["layers"]
+        gather = lambda layer: self.plan.gather(layer, names, self.compute_dtype)
+        return Source(shards["layers"], gather, ahead=self.streams and self.plan.zero.stage > 0)
+
+    def whole_layers(self, shards: Tree) -> Source:
+        """The layers' weights, all gathered at once."""
+        return Source(self.plan.gather(shards["layers"], self.plan.placements["layers"], self.compute_dtype))
+
+    # ---- parts of the model ---------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def block(self) -> stack.Block:
+        block: stack.Block = functools.partial(decoder.block, self.model, self.implementation)
+        return stack.rematerialized(stack.in_halves(block) if self.in_halves else block, self.train.remat)
+
+    def context(self, microbatch: Microbatch, key: jax.Array | None) -> decoder.Context:
+        rows, numbers = microbatch
+        return decoder.context(self.model, rows.positions, rows.segments, numbers, key)
+
+    def embed(self, outer: Tree, rows: Batch, ctx: decoder.Context) -> jax.Array:
+        """`[rows, seq]` tokens -> activations `[rows, seq between blocks, embed]`."""
+        with jax.named_scope("embed"):
+            return decoder.embed(self.model, outer, rows.tokens, rows.positions, ctx, TensorParallel())
+
+    def head(self, outer: Tree, y: jax.Array, rows: Batch) -> tuple[jax.Array, jax.Array]:
+        """The last layer's activations -> sums over the rows of the objective and of the negative log-likelihood."""
+        train = self.train
+        with jax.named_scope("head"):
+            y = decoder.final(self.model, y, outer, TensorParallel()).reshape(-1, self.model.d_model)
+            head, targets = decoder.head(self.model, outer), rows.targets.reshape(-1)
+            return cross_entropy(y, head, targets, self.model.vocab_size, train.label_smoothing, train.z_loss)
+
+    def token_numbers(self, batch: Batch) -> jax.Array:
+        """A number for each token of the global batch, the same however its rows lie on the mesh."""
+        rows, seq = batch.tokens.shape
+        first = index_of(self.row_axes) * rows
+        return (first + jnp.arange(rows)[:, None]) * seq + jnp.arange(seq)
+
+    # ---- the loss alone -------------------------------------------------------------------------------------------
+
+    def loss(self, shards: Tree, batch: Batch) -> Loss:
+        """Of a batch without dropout, in one pass."""
+        microbatch = Microbatch(batch, self.token_numbers(batch))
+        outer, ctx = self.outer(shards), self.context(microbatch, None)
+        with jax.named_scope("layers"):
+            y = stack.run(self.block, self.layers(shards), self.embed(outer, batch, ctx), ctx)
+        _, nll = self.head(outer, y, batch)
+        return Loss(self.over_rows(nll), self.num_targets(batch))
+
+
+def outside_layers(tree: Tree) -> Tree:
+    """What a tree of parameters holds beside the layers."""
+    return {name: leaf for name, leaf in tree.items() if name != "layers"}
