@@ -1,0 +1,157 @@
+"""The section about collectives for a terminal, alike ones in one row."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from sharded_train.rehearse.wires_totals import axes_in_words
+from sharded_train.show_tables import bytes_in_words, new_table
+
+ROWS = 24  # of collectives; the smallest beyond that share a row
+CONVENTION = (
+    "Bytes are those that each device sends in a step, as nccl-tests counts them. Overlapped: the share of them whose "
+    "start and done have a matrix product between."
+)
+
+
+def tables(section: Mapping[str, Any]) -> list[Any]:
+    """Totals, then every collective, the largest first, then what is not understood."""
+    return list(_tables(section))
+
+
+def _tables(section: Mapping[str, Any]) -> Iterator[Any]:
+    if not section["collectives"] and not section["not_understood"]:
+        yield "Nothing: no collective stands in the program."
+        return
+    yield _totals(section["totals"])
+    yield CONVENTION
+    yield from _collectives(section["collectives"])
+    if section["not_understood"]:
+        yield _not_understood(section["not_understood"])
+
+
+def _totals(totals: Sequence[Mapping[str, Any]]) -> Table:
+    table = new_table("over", "rides on", "operation", "dtype", "runs", "sent", "overlapped", right=RIGHT)
+    for row in totals:
+        table.add_row(
+            axes_in_words(row["axes"]),
+            row["link"],
+            row["op"],
+            row["dtype"],
+            f"{row['runs']:,}",
+            f"{'' if row['certain'] else 'at most '}{bytes_in_words(round(row['wire_bytes']))}",
+            percent(row["spanning_bytes"], row["wire_bytes"]),
+        )
+    return table
+
+
+RIGHT = ("runs", "sent", "overlapped", "bytes", "times")
+
+
+def _collectives(found: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
+    """For each axes and link a table, one row for each kind; beyond ROWS of them a sentence about the small ones."""
+    kinds = sorted(_kinds(found), key=lambda those: -sum(map(_sent, those)))
+    over: dict[tuple[Any, ...], list[list[Mapping[str, Any]]]] = {}
+    for those in kinds[:ROWS]:
+        over.setdefault((tuple(those[0]["axes"]), those[0]["link"]), []).append(those)
+    for (axes, link), rows in over.items():
+        yield f"Over {axes_in_words(axes)}, {link}:"
+        table = new_table("operation", "where", "arrays, whole", "times", "loops", "sent", "spans", right=RIGHT)
+        table.columns[2].no_wrap = True
+        for those in rows:
+            table.add_row(*_row(those))
+        yield table
+    if rest := [each for those in kinds[ROWS:] for each in those]:
+        sent = bytes_in_words(round(sum(map(_sent, rest))))
+        yield f"And {len(rest)} smaller ones, {sum(each['times'] for each in rest):,} runs, together {sent}."
+
+
+def _kinds(found: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    kinds: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for each in found:
+        key = (each["op"], *each["axes"], each["link"], each["place"], *sorted(each["members"]), *each["branches"])
+        kinds.setdefault(key, []).append(each)
+    return list(kinds.values())
+
+
+def _row(those: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    first, total = those[0], f"{sum(each['times'] for each in those):,}"
+    return (
+        first["op"],
+        first["place"] + (", in a branch" if first["branches"] else ""),
+        arrays_in_words(first),
+        total,
+        how_often(those),
+        bytes_in_words(round(sum(map(_sent, those)))),
+        spans_in_words(those),
+    )
+
+
+def _sent(each: Mapping[str, Any]) -> float:
+    return float(each["wire_bytes"] * each["times"])
+
+
+def how_often(those: Sequence[Mapping[str, Any]]) -> str:
+    """Of alike collectives, the loops: "4 microbatches x (31 layers + 1)"; "" outside of all loops."""
+    chains = Counter(tuple(map(_turns, each["loops"])) for each in those)
+    heads = {chain[:1] for chain in chains}
+    if len(chains) > 1 and len(heads) == 1 and heads != {()}:
+        return f"{heads.pop()[0]} x ({' + '.join(_product(chain[1:], n) for chain, n in chains.items())})"
+    words = " + ".join(_product(chain, n) for chain, n in chains.items())
+    return "" if words.isdigit() else words
+
+
+def _product(chain: Sequence[str], n: int) -> str:
+    return " x ".join([*([str(n)] if n > 1 or not chain else []), *chain])
+
+
+def _turns(loop: Mapping[str, Any]) -> str:
+    if loop["turns"] is None:
+        return f"unknown {plural(loop['turn'])}"
+    return f"{loop['turns']:,} {loop['turn'] if loop['turns'] == 1 else plural(loop['turn'])}"
+
+
+def plural(turn: str) -> str:
+    """ "microbatch" -> "microbatches", "chunk of tokens" -> "chunks of tokens"."""
+    head, of, rest = turn.partition(" of ")
+    return f"{head}{'es' if head.endswith(('ch', 's')) else 's'}{of}{rest}"
+
+
+def arrays_in_words(collective: Mapping[str, Any]) -> str:
+    """The whole array, or how many there are and the largest: "9: bf16[4096,1792] ..."."""
+    end = -1 if collective["op"] == "all-gather" else 0
+    whole = [member.split(" -> ")[end] for member in collective["members"]]
+    return whole[0] if len(whole) == 1 else f"{len(whole)}: {max(whole, key=_size)} ..."
+
+
+def _size(shape: str) -> int:
+    return math.prod(int(n) for n in re.findall(r"\d+", shape.partition("[")[2]))
+
+
+def spans_in_words(those: Sequence[Mapping[str, Any]]) -> str:
+    """How many products they span, from the fewest to the most."""
+    if not any(each["asynchronous"] for each in those):
+        return "waits"
+    counts = sorted({len(each["spans"]) for each in those})
+    if counts == [0]:
+        return "nothing"
+    words = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
+    return f"{words} product{'' if counts == [1] else 's'}"
+
+
+def percent(part: float, whole: float) -> str:
+    """ "97 %", empty of nothing."""
+    return f"{100 * part / whole:.0f} %" if whole else ""
+
+
+def _not_understood(unknown: Sequence[Mapping[str, Any]]) -> Table:
+    table = new_table("not understood", "why", "times", "bytes", right=RIGHT)
+    for each in unknown:
+        table.add_row(f"{each['opcode']} {each['name']}", each["why"], f"{each['times']:,}", f"{each['bytes']:,}")
+    return table

@@ -1,0 +1,108 @@
+"""Sums over the collectives of a step, and what to warn of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sharded_train.show_tables import bytes_in_words
+
+if TYPE_CHECKING:
+    from sharded_train.rehearse.wires import Collective, Unknown
+
+MUCH = 2**20  # bytes on the wire of a device in a step, under which nothing is warned of
+
+
+def totals(found: Iterable[Collective]) -> list[dict[str, Any]]:
+    """Per axes, link, operation and dtype: runs and bytes on the wire a step, and the part of them that spans products.
+
+    `certain` is False where a branch or a loop of unknown length makes the numbers a bound.
+    """
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for each in found:
+        for dtype in sorted({member.dtype for member in each.members}):
+            share = sum(member.bytes for member in each.members if member.dtype == dtype) / each.payload_bytes
+            key = {"axes": list(each.axes), "link": each.link, "op": each.op, "dtype": dtype}
+            start = {**key, "runs": 0, "wire_bytes": 0.0, "spanning_bytes": 0.0, "certain": True}
+            row = rows.setdefault((each.axes, each.link, each.op, dtype), start)
+            row["runs"] += each.times
+            row["wire_bytes"] += share * each.wire_bytes * each.times
+            row["spanning_bytes"] += share * each.wire_bytes * each.times * bool(each.spans)
+            row["certain"] &= each.certain
+    return sorted(rows.values(), key=lambda row: (row["link"], row["axes"], -row["wire_bytes"]))
+
+
+def warnings(found: Sequence[Collective], unknown: Sequence[Unknown], host_size: int) -> list[str]:
+    """What is wrong with the collectives, in sentences; `host_size` is how many devices one host has."""
+    said = [
+        *_about(found, _crosses_often, lambda those: _often(those)),
+        *_about(found, _gathers_fp32, lambda those: _wide(those)),
+        *_about(found, lambda each: each.link == "both" and each.group_size <= host_size, lambda those: _mixed(those)),
+    ]
+    if unknown:
+        names = ", ".join(sorted({f"{each.opcode} ({each.why})" for each in unknown}))
+        said.append(f"Not understood, and in no sum: {len(unknown)} operations: {names}.")
+    if unsure := [each for each in found if not each.certain]:
+        said.append(
+            f"How often they run is not certain for {len(unsure)} collectives: those in a conditional count as though "
+            "every branch ran, those in a loop of unknown length as though it turned once."
+        )
+    said += [f"{each.op} {each.name}: {each.note}." for each in found if each.note]
+    return said
+
+
+def _about(
+    found: Sequence[Collective], wrong: Callable[[Collective], bool], words: Callable[[list[Collective]], str]
+) -> list[str]:
+    """One sentence for all collectives of an operation over the same axes that something is wrong with."""
+    kinds: dict[tuple[Any, ...], list[Collective]] = {}
+    for each in found:
+        if wrong(each):
+            kinds.setdefault((each.op, each.axes), []).append(each)
+    return [words(those) for those in kinds.values() if sum(map(_bytes, those)) >= MUCH]
+
+
+def _bytes(each: Collective) -> float:
+    return each.wire_bytes * each.times
+
+
+def _crosses_often(each: Collective) -> bool:
+    return each.link in ("network", "both") and any(turn == "layer" for turn, _ in each.loops)
+
+
+def _gathers_fp32(each: Collective) -> bool:
+    return each.op == "all-gather" and any(member.dtype == "f32" for member in each.members)
+
+
+def _sum(those: Sequence[Collective]) -> str:
+    first = those[0]
+    runs, total = sum(each.times for each in those), bytes_in_words(round(sum(map(_bytes, those))))
+    return f"{first.op} over {axes_in_words(first.axes)}: {runs:,} runs a step, {total} from each device"
+
+
+def _often(those: Sequence[Collective]) -> str:
+    advice = (
+        "tensor belongs inside a host: put it last in mesh.order or make it smaller"
+        if "tensor" in those[0].axes
+        else "it is needed in every layer; a lower zero.stage moves less, a zero.group_size within a host crosses none"
+        if "data" in those[0].axes
+        else "an axis that is needed in every layer is best off inside a host: see mesh.order"
+    )
+    return f"Crosses hosts in every layer: {_sum(those)}; {advice}."
+
+
+def _wide(those: Sequence[Collective]) -> str:
+    return f"Gathers fp32, where the compute dtype would halve it: {_sum(those)}."
+
+
+def _mixed(those: Sequence[Collective]) -> str:
+    first = those[0]
+    return (
+        f"Mixes NVLink and network needlessly: {_sum(those)}; groups of {first.group_size} have {first.per_host} "
+        "devices on a host and would fit on one: see mesh.order."
+    )
+
+
+def axes_in_words(axes: Sequence[str]) -> str:
+    """("data", "tensor") -> "data x tensor"."""
+    return " x ".join(axes) or "no axis"

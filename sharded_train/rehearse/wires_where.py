@@ -1,0 +1,91 @@
+"""Where in the program a collective stands: what its loops are, what is computed meanwhile, the part of the model."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from sharded_train.rehearse import scopes
+from sharded_train.rehearse.hlo import Computation, Instruction, Module
+from sharded_train.rehearse.hlo_walk import Loop, Run
+from sharded_train.rehearse.products import work_of
+
+CONTROL = ("while", "conditional", "call", "async-start", "call-start")
+# What one turn of a loop is, by the name that stands before "while" in the scopes of what is in it.
+TURNS = {"shard_map": "microbatch", "layers": "layer", "head": "chunk of tokens", "pipeline": "tick", "ticks": "tick"}
+
+
+def name_loops(runs: Iterable[Run]) -> dict[str, str]:
+    """What one turn of each loop is ("layer"), by the loop's name: most of its instructions' scopes decide.
+
+    The loop at depth d is the d-th "while" of the scope of whatever stands in it; XLA drops the scope of a loop that it
+    has changed, hence not from the loop's own. "turn" where the scopes tell nothing.
+    """
+    votes: dict[str, Counter[str]] = defaultdict(Counter)
+    for run in runs:
+        if run.loops and (turn := _turn(run.instruction.scope, len(run.loops))):
+            votes[run.loops[-1].name][turn] += 1
+    return {name: counter.most_common(1)[0][0] for name, counter in votes.items()}
+
+
+def _turn(scope: str, depth: int) -> str:
+    names = [name for name in scopes.names_of(scope) if name]
+    whiles = [i for i, name in enumerate(names) if name == "while"]
+    if len(whiles) < depth:
+        return ""
+    first = whiles[depth - 2] + 1 if depth > 1 else 0
+    before = [name for name in names[first : whiles[depth - 1]] if name in TURNS]
+    return TURNS[before[-1]] if before else ""
+
+
+def turn_of(loop: Loop, names: dict[str, str]) -> str:
+    """What one turn of the loop is, in words."""
+    return names.get(loop.name, "turn")
+
+
+class Spans:
+    """The matrix products that a schedule puts between two instructions, those in what stands there included."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._products: dict[str, dict[str, tuple[str, ...]]] = {}
+
+    def between(self, computation: Computation, start: str, done: str) -> tuple[str, ...]:
+        """Names of the products after `start` and before `done`."""
+        products = self._of(computation)
+        names = list(products)
+        return tuple(p for name in names[names.index(start) + 1 : names.index(done)] for p in products[name])
+
+    def _of(self, computation: Computation) -> dict[str, tuple[str, ...]]:
+        """Products by instruction, in schedule order."""
+        if computation.name not in self._products:
+            self._products[computation.name] = {each.name: self._in(computation, each) for each in computation}
+        return self._products[computation.name]
+
+    def _in(self, computation: Computation, instruction: Instruction) -> tuple[str, ...]:
+        if instruction.opcode in CONTROL:
+            called = self._module.called(instruction)
+            return tuple(product for each in called for names in self._of(each).values() for product in names)
+        return tuple(product.name for product in work_of(self._module, computation, instruction).products)
+
+
+def scope_near(computation: Computation, instruction: Instruction) -> str:
+    """The scope of an instruction, or where XLA made it and gave it none, of the nearest that leads to it."""
+    near = [instruction]
+    for _ in range(4):
+        if found := next((each.scope for each in near if each.scope), ""):
+            return found
+        near = [operand for each in near for operand in computation.operands(each)]
+    return ""
+
+
+def words_of(scope: str, source: str) -> str:
+    """The part of the model and the pass: "attention + mlp, recomputed"; outside of the model the function's name."""
+    names = set(re.split(r"[^\w]+", scope))
+    parts = [part for part in scopes.PARTS if part in names]
+    inner = [part for part in parts if part != "layers"] or parts
+    if not inner:
+        function = source.rpartition(" in ")[2]
+        return function.replace(".<locals>.<genexpr>", "").replace(".<locals>", "") or "step"
+    return f"{' + '.join(inner)}, {scopes.phase_of(scope)}"
