@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -62,7 +61,7 @@ def _collectives(found: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
         over.setdefault((tuple(those[0]["axes"]), those[0]["link"]), []).append(those)
     for (axes, link), rows in over.items():
         yield f"Over {axes_in_words(axes)}, {link}:"
-        table = new_table("operation", "where", "arrays, whole", "times", "loops", "sent", "spans", right=RIGHT)
+        table = new_table("operation", "where", "arrays, whole", "times", "each", "sent", "spans", right=RIGHT)
         table.columns[2].no_wrap = True
         for those in rows:
             table.add_row(*_row(those))
@@ -87,7 +86,7 @@ def _row(those: Sequence[Mapping[str, Any]]) -> Sequence[str]:
         first["place"] + (", in a branch" if first["branches"] else ""),
         arrays_in_words(first),
         total,
-        how_often(those),
+        once_each(those),
         bytes_in_words(round(sum(map(_sent, those)))),
         spans_in_words(those),
     )
@@ -97,30 +96,13 @@ def _sent(each: Mapping[str, Any]) -> float:
     return float(each["wire_bytes"] * each["times"])
 
 
-def how_often(those: Sequence[Mapping[str, Any]]) -> str:
-    """Of alike collectives, the loops: "4 microbatches x (31 layers + 1)"; "" outside of all loops."""
-    chains = Counter(tuple(map(_turns, each["loops"])) for each in those)
-    heads = {chain[:1] for chain in chains}
-    if len(chains) > 1 and len(heads) == 1 and heads != {()}:
-        return f"{heads.pop()[0]} x ({' + '.join(_product(chain[1:], n) for chain, n in chains.items())})"
-    words = " + ".join(_product(chain, n) for chain, n in chains.items())
-    return "" if words.isdigit() else words
-
-
-def _product(chain: Sequence[str], n: int) -> str:
-    return " x ".join([*([str(n)] if n > 1 or not chain else []), *chain])
-
-
-def _turns(loop: Mapping[str, Any]) -> str:
-    if loop["turns"] is None:
-        return f"unknown {plural(loop['turn'])}"
-    return f"{loop['turns']:,} {loop['turn'] if loop['turns'] == 1 else plural(loop['turn'])}"
-
-
-def plural(turn: str) -> str:
-    """ "microbatch" -> "microbatches", "chunk of tokens" -> "chunks of tokens"."""
-    head, of, rest = turn.partition(" of ")
-    return f"{head}{'es' if head.endswith(('ch', 's')) else 's'}{of}{rest}"
+def once_each(those: Sequence[Mapping[str, Any]]) -> str:
+    """What alike collectives run once or more in: "layer", "microbatch", "step"; the innermost loop of any of them."""
+    loops = max((each["loops"] for each in those), key=len)
+    if not loops:
+        return "step"
+    unknown = any(loop["turns"] is None for loop in loops)
+    return f"{loops[-1]['turn']}{', how many unknown' if unknown else ''}"
 
 
 def arrays_in_words(collective: Mapping[str, Any]) -> str:
