@@ -29,7 +29,7 @@ MOST_KERNELS = 12  # of the table of those that take longest
 BOUND = (
     "A lower bound: kernels at 100 % of the data sheet's FLOP/s or memory bandwidth, links at 100 % of theirs, ring "
     "collectives, nothing for launches or stragglers. What stays in the cache from one kernel to the next would be "
-    "faster; sums within the switch are not counted. Streams: one computes, NVLink and the network carry one collective "
+    "faster; sums within the switch are not counted. Streams: one computes, NVLink and network carry one collective "
     "at a time each."
 )
 
