@@ -14,7 +14,8 @@ ARITHMETIC = _names("""
 """)
 REDUCTIONS = _names("reduce reduce-window")  # one for each element taken
 PRODUCTS = _names("dot scaled-dot")
-CALLING = _names("fusion call async-start call-start")
+FUSIONS = _names("fusion fusion-start")
+CALLING = FUSIONS | _names("call async-start call-start")
 CONTROL = _names("while conditional")
 
 COLLECTIVES = _names("""
@@ -28,7 +29,7 @@ SLICES = _names("slice dynamic-slice gather")
 UPDATES = _names("dynamic-update-slice scatter")  # in place where the buffer is the operand's
 NO_KERNEL = _names("""
     parameter constant tuple get-tuple-element bitcast after-all add-dependency opt-barrier optimization-barrier
-    partition-id replica-id get-dimension-size domain copy-done
+    partition-id replica-id get-dimension-size domain copy-done fusion-done
 """)
 MOVING = _names("""
     iota bitcast-convert reshape broadcast transpose reverse concatenate pad copy copy-start convert compare select and

@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from sharded_train.rehearse.hlo import Computation, Instruction, Module
-from sharded_train.rehearse.opcodes import COLLECTIVES, CONTROL, NO_KERNEL, SLICES, UPDATES
+from sharded_train.rehearse.opcodes import COLLECTIVES, CONTROL, FUSIONS, NO_KERNEL, SLICES, UPDATES
 
 FREE = NO_KERNEL | COLLECTIVES | CONTROL | frozenset(["call", "async-start", "call-start"])  # they cost what they hold
 SAME_PLACE = frozenset(["bitcast", "reshape", "copy"])  # between an update in place and the result
-WHOLE = frozenset(["dot", "scaled-dot", "fusion", "call", "custom-call", "sort", "scatter", "convolution", "while"])
+WHOLE = frozenset(["dot", "scaled-dot", "fusion", "fusion-start", "call", "custom-call", "sort", "convolution"])
 _SIZES = {"slice": 1, "dynamic-slice": 1, "gather": 2}  # operands that are more than a position
 
 
@@ -37,7 +37,7 @@ def traffic_of(module: Module, computation: Computation, instruction: Instructio
     opcode = instruction.opcode
     if opcode in FREE:
         return Traffic(0, 0)
-    if opcode == "fusion":
+    if opcode in FUSIONS:
         body = module.called(instruction)[0]
         read = sum(_used_of_parameters(body).values())
         return Traffic(read, sum(_written(body, name) for name in _results(body)))
@@ -133,7 +133,7 @@ def _needs(
             new = sum(each.shapes[0].size for each in _updates(body, instruction))
             again = new / its_size if opcode == "scatter" else 0.0  # a scatter adds to what is there
             yield operand.name, again if in_place else max(0.0, part - new / size), False
-        elif opcode in WHOLE or opcode in ("dynamic-update-slice", "scatter", "gather", "dynamic-slice", "tuple"):
+        elif opcode in WHOLE or opcode in UPDATES | SLICES or opcode == "tuple":
             yield operand.name, 1.0, False
         elif opcode in ("reduce", "reduce-window", "concatenate"):
             yield operand.name, part, False
