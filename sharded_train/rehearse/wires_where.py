@@ -40,8 +40,8 @@ def _turn(scope: str, depth: int) -> str:
 
 
 def turn_of(loop: Loop, names: dict[str, str]) -> str:
-    """What one turn of the loop is, in words."""
-    return names.get(loop.name, "turn")
+    """What one turn of the loop is, in words; a loop of unknown length is none of those that the step is made of."""
+    return names.get(loop.name, "turn") if loop.trips is not None else "turn"
 
 
 class Spans:
