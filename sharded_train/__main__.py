@@ -6,10 +6,9 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from sharded_train import __version__, launch
+from sharded_train import __version__, launch, options
 from sharded_train.config import repeated, split_arguments, to_dict
 from sharded_train.config_values import did_you_mean
 from sharded_train.errors import ConfigError
@@ -43,7 +42,8 @@ def _run(argv: list[str]) -> int:
     parser, of_verb = _parsers()
     args, unknown = parser.parse_known_args(arguments)
     verb = VERBS[args.verb]
-    problems = [*_unknown(unknown, of_verb[args.verb]), *_missing(args, verb), *launch.problems(args)]
+    problems = [*_unknown(unknown, of_verb[args.verb]), *_missing(args, verb)]
+    problems += launch.problems(args) if verb.has_config else [f"{o}: {args.verb} has no config" for o in overrides]
     if problems:
         raise ConfigError(problems)
     for note in repeated(overrides):
@@ -116,14 +116,33 @@ def _data(args: argparse.Namespace, overrides: list[str]) -> int:
     return data(recipe, args.workdir, num_workers=args.workers, show=args.show, json=args.json)
 
 
+def _schedule(args: argparse.Namespace, overrides: list[str]) -> int:
+    from sharded_train.schedule_verb import schedule
+
+    return schedule(
+        args.schedule,
+        stages=args.stages,
+        microbatches=args.microbatches,
+        chunks=args.chunks or (2 if args.schedule == "interleaved" else 1),
+        costs=args.costs,
+        activation_bytes=args.activation_bytes,
+        pictures={kind: getattr(args, kind) for kind in ("svg", "html", "png") if getattr(args, kind) is not None},
+        json=args.json,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Verb:
-    """One verb of the command. `needs` are its required options; one of several where they are joined by "or"."""
+    """One verb of the command. `needs` are its required options; one of several where they are joined by "or".
+
+    One without a config takes numbers alone, and runs without devices.
+    """
 
     summary: str
     example: str
     needs: tuple[str, ...]
     run: Callable[[argparse.Namespace, list[str]], int]
+    has_config: bool = True
 
 
 VERBS = {
@@ -158,6 +177,13 @@ VERBS = {
         ("--config or --workdir",),
         _data,
     ),
+    "schedule": Verb(
+        "draw and time a pipeline schedule: bubble, microbatches in flight, sends, from numbers alone",
+        "sharded-train schedule --stages=8 --microbatches=32 --schedule=interleaved --chunks=4 --costs=1,2,1",
+        ("--stages", "--microbatches"),
+        _schedule,
+        has_config=False,
+    ),
 }
 
 
@@ -190,70 +216,11 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
             formatter_class=raw,
             allow_abbrev=False,
         )
-        _common_options(sub, verb)
-        _own_options(sub, name)
+        if verb.has_config:
+            options.add_common(sub, verb.needs)
+        options.add_own(sub, name)
         of_verb[name] = sub
     return parser, of_verb
-
-
-def _common_options(parser: _Parser, verb: Verb) -> None:
-    needed = " ".join(verb.needs)
-    default = "" if "--config" in verb.needs else "; default: the config of the run in --workdir"
-    parser.add_argument("--config", metavar="FILE.py", type=_path, help=f"config file with a get_config(){default}")
-    parser.add_argument(
-        "--config.KEY",
-        metavar="VALUE",
-        dest="_documented_only",
-        help="change one option, such as --config.train.seed=1; given twice, the last counts",
-    )
-    if "--workdir" in needed:
-        parser.add_argument("--workdir", metavar="DIR", type=_path, help="the run's checkpoints, config and metrics")
-    launch.add_options(parser)
-
-
-def _own_options(parser: _Parser, verb: str) -> None:
-    add = parser.add_argument
-    if verb == "train":
-        add("--accept-config-change", action="store_true", help="go on in a workdir that another config started")
-    if verb == "generate":
-        add("--prompt", metavar="TEXT", help="the text to go on from")
-        add("--max-tokens", metavar="N", type=_at_least(int, 1), default=100, help="tokens to write (default 100)")
-        add("--temperature", metavar="X", type=_at_least(float, 0), default=1.0, help="0: the likeliest (default 1)")
-        add("--top-k", metavar="K", type=_at_least(int, 1), help="choose among the K likeliest tokens only")
-        add("--num-samples", metavar="N", type=_at_least(int, 1), default=1, help="texts to write (default 1)")
-        add("--seed", metavar="N", type=_at_least(int, 0, 2**32 - 1), default=0, help="of the sampling (default 0)")
-    if verb == "show":
-        add("--cluster", metavar="HOSTSxDEVICES", help="lay out a cluster that is not there, such as 8x8")
-    if verb == "data":
-        add("--show", metavar="N", type=_at_least(int, 1), help="print the rows of the first N samples of training")
-        add(
-            "--workers",
-            metavar="N",
-            type=_at_least(int, 1),
-            help="processes that tokenize (default: one for each core)",
-        )
-    if verb != "train":
-        add("--json", action="store_true", help="print JSON")
-
-
-def _path(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty")
-    return Path(text)
-
-
-def _at_least(number: Callable[[str], Any], least: int, most: float = 3.4e38) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        try:
-            value = number(text)
-        except ValueError:
-            value = None
-        if value is None or not least <= value <= most:
-            limit = "" if most > 2**63 else f" and at most {most}"
-            raise argparse.ArgumentTypeError(f"wanted {number.__name__} of at least {least}{limit}, got {text!r}")
-        return value
-
-    return parse
 
 
 def _unknown(arguments: list[str], parser: _Parser) -> list[str]:

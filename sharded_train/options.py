@@ -1,0 +1,93 @@
+"""The options of the verbs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sharded_train import launch
+
+COSTS = "time of a stage's forward, backward of inputs, of weights (default 1,1,1; 1,2,1 with full rematerialisation)"
+
+
+def add_common(parser: argparse.ArgumentParser, needs: Sequence[str]) -> None:
+    """The options of every verb that has a config; `needs` are those that the verb requires."""
+    needed = " ".join(needs)
+    default = "" if "--config" in needs else "; default: the config of the run in --workdir"
+    parser.add_argument("--config", metavar="FILE.py", type=_path, help=f"config file with a get_config(){default}")
+    parser.add_argument(
+        "--config.KEY",
+        metavar="VALUE",
+        dest="_documented_only",
+        help="change one option, such as --config.train.seed=1; given twice, the last counts",
+    )
+    if "--workdir" in needed:
+        parser.add_argument("--workdir", metavar="DIR", type=_path, help="the run's checkpoints, config and metrics")
+    launch.add_options(parser)
+
+
+def add_own(parser: argparse.ArgumentParser, verb: str) -> None:
+    """The options that one verb alone has, or gives a meaning of its own."""
+    add = parser.add_argument
+    if verb == "train":
+        add("--accept-config-change", action="store_true", help="go on in a workdir that another config started")
+    if verb == "generate":
+        add("--prompt", metavar="TEXT", help="the text to go on from")
+        add("--max-tokens", metavar="N", type=_at_least(int, 1), default=100, help="tokens to write (default 100)")
+        add("--temperature", metavar="X", type=_at_least(float, 0), default=1.0, help="0: the likeliest (default 1)")
+        add("--top-k", metavar="K", type=_at_least(int, 1), help="choose among the K likeliest tokens only")
+        add("--num-samples", metavar="N", type=_at_least(int, 1), default=1, help="texts to write (default 1)")
+        add("--seed", metavar="N", type=_at_least(int, 0, 2**32 - 1), default=0, help="of the sampling (default 0)")
+    if verb == "show":
+        add("--cluster", metavar="HOSTSxDEVICES", help="lay out a cluster that is not there, such as 8x8")
+    if verb == "data":
+        add("--show", metavar="N", type=_at_least(int, 1), help="print the rows of the first N samples of training")
+        add(
+            "--workers",
+            metavar="N",
+            type=_at_least(int, 1),
+            help="processes that tokenize (default: one for each core)",
+        )
+    if verb == "schedule":
+        number = _at_least(int, 1)
+        add("--stages", metavar="P", type=number, help="devices along the pipeline axis")
+        add("--microbatches", metavar="M", type=number, help="microbatches of a step")
+        add("--schedule", metavar="NAME", default="1f1b", help="gpipe, 1f1b (default), interleaved or zero_bubble")
+        add("--chunks", metavar="V", type=number, help="chunks of layers a stage (default 1; interleaved 2)")
+        add("--costs", metavar="F,B,W", type=_costs, default=(1.0, 1.0, 1.0), help=COSTS)
+        add("--activation-bytes", metavar="N", type=number, help="bytes of one send, to count bytes as well")
+        for kind in ("svg", "html", "png"):
+            add(f"--{kind}", metavar="FILE", type=_path, help=f"write the picture as {kind.upper()}")
+    if verb != "train":
+        add("--json", action="store_true", help="print JSON")
+
+
+def _costs(text: str) -> tuple[float, ...]:
+    """F,B,W: positive, but a backward may be all in B."""
+    number = _at_least(float, 0)
+    costs = tuple(map(number, text.split(",")))
+    if len(costs) != 3 or min(costs[:2]) == 0:
+        raise argparse.ArgumentTypeError(f"wanted F,B,W: three numbers, the first two above 0, got {text!r}")
+    return costs
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return Path(text)
+
+
+def _at_least(number: Callable[[str], Any], least: int, most: float = 3.4e38) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            value = number(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value <= most:
+            limit = "" if most > 2**63 else f" and at most {most}"
+            raise argparse.ArgumentTypeError(f"wanted {number.__name__} of at least {least}{limit}, got {text!r}")
+        return value
+
+    return parse

@@ -1,0 +1,197 @@
+"""`sharded-train schedule`: a pipeline schedule drawn, timed and weighed, from numbers alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from io import StringIO
+from json import dumps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sharded_train.errors import ConfigError
+from sharded_train.schedule_picture import draw, legend, png, svg
+from sharded_train.schedules.build import make
+from sharded_train.schedules.costs import Costs
+from sharded_train.schedules.remarks import remarks, whole_stages
+from sharded_train.schedules.simulate import asynchronous, in_flight, neighbours, useful_sends
+from sharded_train.schedules.slots import slots
+from sharded_train.schedules.table import Schedule
+from sharded_train.show_tables import WIDTH, bytes_in_words, new_table
+
+MOST = 16  # stages that are listed one by one
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="UTF-8"><title>TITLE</title></head>
+<body style="color: {foreground}; background-color: {background}; font-family: sans-serif; margin: 2em">
+<div style="overflow-x: auto">IMAGE</div>
+<pre>{code}</pre>
+</body></html>
+"""
+
+
+def schedule(
+    name: str,
+    *,
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    activation_bytes: int | None = None,
+    pictures: Mapping[str, Path] | None = None,
+    json: bool = False,
+) -> int:
+    """Print a schedule's picture and numbers, or its tables as JSON; write `pictures`: "svg", "html", "png" to paths.
+
+    `costs` are F, B and W of a whole stage, in any unit of time; `activation_bytes` what one send carries.
+    """
+    pictures = pictures or {}
+    for path in pictures.values():
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"{path}: there is no folder {path.absolute().parent} to write it into")
+    each = Costs.even(stages, chunks, *costs)
+    made = make(name, stages, microbatches, chunks, each)
+    facts = describe(made, each, activation_bytes)
+    _write(made, each, facts, pictures)
+    if json:
+        print(dumps({**facts, **tables(made)}))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+        print_schedule(made, each, facts, console)
+    return 0
+
+
+def describe(schedule: Schedule, costs: Costs, activation_bytes: int | None = None) -> dict[str, Any]:
+    """What a schedule costs, in values that JSON can hold. Times are in the unit of the costs, `sends` are of a step.
+
+    `in_flight` (forward to backward) and `kept` (backward to weights) are, per stage, in whole stages' worth of a
+    microbatch; `buffers` are slots per stage, each of which holds one activation (`kept`: of all layers of a chunk).
+    """
+    timing, held, needed = neighbours(schedule, costs), in_flight(schedule) / schedule.num_chunks, slots(schedule)
+    one = neighbours(make("1f1b", schedule.num_stages, schedule.num_microbatches), whole_stages(costs))
+    sends = 2 * schedule.num_ticks * schedule.num_stages
+    facts: dict[str, Any] = {
+        "schedule": schedule.name,
+        "num_stages": schedule.num_stages,
+        "num_microbatches": schedule.num_microbatches,
+        "num_chunks": schedule.num_chunks,
+        "num_ticks": schedule.num_ticks,
+        "costs": {kind: getattr(costs, kind).tolist() for kind in ("forward", "backward", "weights")},
+        "time": timing.time,
+        "time_asynchronous": asynchronous(schedule, costs),
+        "time_1f1b": one.time,
+        "bubble": timing.bubble,
+        "bubble_1f1b": one.bubble,
+        "in_flight": held[0].tolist(),
+        "kept": held[1].tolist(),
+        "buffers": {
+            "inputs": needed.num_inputs,
+            "cotangents": needed.num_cotangents,
+            "kept": needed.num_kept,
+        },
+        "sends": sends,
+        "sends_useful": useful_sends(schedule),
+        "remarks": remarks(schedule, costs),
+    }
+    if activation_bytes is not None:
+        facts["bytes_per_send"] = activation_bytes
+        facts["bytes_per_tick"] = 2 * activation_bytes
+        facts["bytes_per_step"] = 2 * schedule.num_ticks * activation_bytes
+        facts["buffer_bytes"] = (needed.num_inputs + needed.num_cotangents) * activation_bytes
+    return facts
+
+
+def tables(schedule: Schedule) -> dict[str, Any]:
+    """The tables in values that JSON can hold, `[tick][stage]`: items (microbatch x chunks + chunk) and slots, or -1."""
+    kinds = {kind: getattr(schedule, kind) for kind in ("forward", "backward", "weights")}
+    items = {kind: items.tolist() for kind, items in kinds.items() if items is not None}
+    found = vars(slots(schedule))
+    return {"items": items, "slots": {name: at.tolist() for name, at in found.items() if isinstance(at, np.ndarray)}}
+
+
+def print_schedule(schedule: Schedule, costs: Costs, facts: Mapping[str, Any], console: Console) -> None:
+    """The picture over simulated time, and below it what `describe` found, beside 1F1B."""
+    console.print(Text(title(facts), style="bold"))
+    console.print(draw(schedule, costs, neighbours(schedule, costs), console.width))
+    console.print(Text(legend(schedule), style="dim"))
+    console.print()
+    _print_numbers(facts, console)
+
+
+def _print_numbers(facts: Mapping[str, Any], console: Console) -> None:
+    console.print(_numbers(facts))
+    console.print()
+    console.print(_stages(facts))
+    for remark in facts["remarks"]:
+        console.print(Text(f"note: {remark}"))
+
+
+def title(facts: Mapping[str, Any]) -> str:
+    """One line that says what it is."""
+    chunks = f" × {facts['num_chunks']} chunks" if facts["num_chunks"] > 1 else ""
+    return (
+        f"{facts['schedule']}: {facts['num_stages']} stages{chunks}, {facts['num_microbatches']} microbatches; "
+        f"bubble {facts['bubble']:.1%}"
+    )
+
+
+def _numbers(facts: Mapping[str, Any]) -> Table:
+    name = facts["schedule"]
+    table = new_table("", name, "1f1b", "", right=[name, "1f1b"])
+    table.add_row("simulated time", f"{facts['time']:.4g}", f"{facts['time_1f1b']:.4g}", "in the unit of the costs")
+    table.add_row("bubble", f"{facts['bubble']:.1%}", f"{facts['bubble_1f1b']:.1%}", "of the stages' time is idle")
+    if facts["time_asynchronous"] < facts["time"] * (1 - 1e-9):
+        asynchronous = f"{facts['time_asynchronous']:.4g}"
+        table.add_row("time without waiting for sends", asynchronous, "", "the same order of work, data alone awaited")
+    table.add_row("ticks", str(facts["num_ticks"]), str(facts["num_microbatches"] + 2 * facts["num_stages"] - 2), "")
+    useful = f"{facts['sends_useful']} of {facts['sends']} are used"
+    table.add_row("sends of a stage", str(2 * facts["num_ticks"]), "", f"two a tick; of all stages' {useful}")
+    buffers = facts["buffers"]
+    words = ", ".join(f"{n} {kind}" for kind, n in buffers.items() if n)
+    table.add_row("slots of a stage", str(sum(buffers.values())), "", f"{words}: on the stage that needs most")
+    if "bytes_per_send" in facts:
+        table.add_row("bytes sent a tick", bytes_in_words(facts["bytes_per_tick"]), "", "by a stage, both ways")
+        table.add_row("bytes sent a step", bytes_in_words(facts["bytes_per_step"]), "", "by a stage, both ways")
+        table.add_row("bytes of the slots", bytes_in_words(facts["buffer_bytes"]), "", "of inputs and cotangents")
+    return table
+
+
+def _stages(facts: Mapping[str, Any]) -> Table:
+    """Peaks of what each stage holds; the first and the last of many stages."""
+    p, weights = facts["num_stages"], any(facts["kept"])
+    columns = ["stage", "in flight", "kept for weights"] if weights else ["stage", "in flight"]
+    table = new_table(*columns, "", right=columns)
+    listed = list(range(p)) if p <= MOST else [*range(MOST // 2), *range(p - MOST // 2, p)]
+    for stage in listed:
+        if p > MOST and stage == p - MOST // 2:
+            table.add_row("…")
+        kept = [f"{facts['kept'][stage]:.4g}"] if weights else []
+        words = "microbatches' worth of the whole stage, at most" if stage == 0 else ""
+        table.add_row(str(stage), f"{facts['in_flight'][stage]:.4g}", *kept, words)
+    return table
+
+
+def _write(schedule: Schedule, costs: Costs, facts: Mapping[str, Any], pictures: Mapping[str, Path]) -> None:
+    timing = neighbours(schedule, costs)
+    for kind, path in pictures.items():
+        try:
+            if kind == "png":
+                png(schedule, costs, timing, title(facts), path)
+                continue
+            image = svg(schedule, costs, timing, title(facts))
+            path.write_text(image if kind == "svg" else _page(facts, image), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _page(facts: Mapping[str, Any], image: str) -> str:
+    """The picture and the numbers as one HTML file that needs no other."""
+    console = Console(width=WIDTH, record=True, file=StringIO())
+    _print_numbers(facts, console)
+    return console.export_html(
+        inline_styles=True, code_format=PAGE.replace("TITLE", title(facts)).replace("IMAGE", image)
+    )

@@ -1,0 +1,59 @@
+"""What somebody who chose a schedule should hear: where it costs time or memory that another would not."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sharded_train.schedules.build import make
+from sharded_train.schedules.costs import Costs
+from sharded_train.schedules.simulate import in_flight, neighbours
+from sharded_train.schedules.table import Schedule
+
+
+def whole_stages(costs: Costs) -> Costs:
+    """The costs with all chunks of a stage as one."""
+    parts = (costs.forward, costs.backward, costs.weights)
+    return Costs(*(part.sum(1, keepdims=True) for part in parts))
+
+
+def time_of_1f1b(schedule: Schedule, costs: Costs) -> float:
+    """Simulated time of 1F1B with the same stages, microbatches and work."""
+    other = make("1f1b", schedule.num_stages, schedule.num_microbatches)
+    return neighbours(other, whole_stages(costs)).time
+
+
+def remarks(schedule: Schedule, costs: Costs) -> list[str]:
+    """Sentences, each with its numbers; none where there is nothing to say."""
+    p, m, name = schedule.num_stages, schedule.num_microbatches, schedule.name
+    timing, found = neighbours(schedule, costs), []
+    other = time_of_1f1b(schedule, costs)
+    if timing.time > other * (1 + 1e-9):
+        found.append(
+            f"{name} takes {timing.time:.4g}, 1f1b {other:.4g}: with these costs it is {timing.time / other - 1:.1%} slower"
+        )
+    if m < p:
+        better = neighbours(make("1f1b", p, 4 * p), whole_stages(costs)).bubble
+        found.append(
+            f"{m} microbatches on {p} stages: the stages are never all at work, and the bubble is {timing.bubble:.0%}; "
+            f"1f1b with {4 * p} microbatches has {better:.0%}"
+        )
+    if name == "gpipe" and m > 2 * p - 1:
+        found.append(f"gpipe holds {m} microbatches in flight; 1f1b takes the same time with at most {2 * p - 1}")
+    if schedule.weights is not None:
+        found += _of_kept(schedule, costs, timing.time)
+    return found
+
+
+def _of_kept(schedule: Schedule, costs: Costs, time: float) -> list[str]:
+    """Whether moving the weights' backwards brings anything, against the same schedule without."""
+    p, m, v = schedule.num_stages, schedule.num_microbatches, schedule.num_chunks
+    plain = make("interleaved" if v > 1 else "1f1b", p, m, v)
+    without = neighbours(plain, costs).time
+    if time >= without * (1 - 1e-9):
+        return [f"{schedule.name} takes {time:.4g}, {plain.name} {without:.4g}: nothing is gained with these costs"]
+    if v == 1 and p > 1 and float(np.mean(in_flight(schedule)[1])) > p:
+        held = int(in_flight(schedule)[1].max())
+        return [
+            f"{schedule.name} with 1 chunk keeps {held} microbatches' inputs and cotangents of all layers; 2 chunks halve it"
+        ]
+    return []
