@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.text import Text
@@ -138,7 +138,8 @@ def svg(schedule: Schedule, costs: Costs, timing: Timing, title: str) -> str:
         x, span = left + bar.begin * scale, (bar.end - bar.begin) * scale
         y = top + row * bar.stage + 2
         of_chunk = f", chunk {bar.chunk}" if schedule.num_chunks > 1 else ""
-        says = f"{WORDS[bar.kind]} of microbatch {bar.microbatch}{of_chunk} on stage {bar.stage}: {bar.begin:.4g} to {bar.end:.4g}"
+        what = f"{WORDS[bar.kind]} of microbatch {bar.microbatch}{of_chunk} on stage {bar.stage}"
+        says = f"{what}: {bar.begin:.4g} to {bar.end:.4g}"
         fade = 1 - 0.6 * (1 - (bar.chunk + 1) / schedule.num_chunks)
         out.append(
             f'<rect x="{x:.2f}" y="{y}" width="{span:.2f}" height="{row - 4}" fill="{COLOURS[bar.kind]}" '
@@ -169,7 +170,7 @@ def png(schedule: Schedule, costs: Costs, timing: Timing, title: str, path: Path
     axes = figure.subplots()
     for bar in bars(schedule, costs, timing):
         fade = 1 - 0.6 * (1 - (bar.chunk + 1) / schedule.num_chunks)
-        look = {"color": COLOURS[bar.kind], "alpha": fade, "edgecolor": "white", "linewidth": 0.3}
+        look: dict[str, Any] = {"color": COLOURS[bar.kind], "alpha": fade, "edgecolor": "white", "linewidth": 0.3}
         axes.barh(bar.stage, bar.end - bar.begin, left=bar.begin, height=0.85, **look)
     axes.set(title=title, xlabel="time", ylabel="stage", xlim=(0, timing.time))
     axes.invert_yaxis()

@@ -106,7 +106,7 @@ def describe(schedule: Schedule, costs: Costs, activation_bytes: int | None = No
 
 
 def tables(schedule: Schedule) -> dict[str, Any]:
-    """The tables in values that JSON can hold, `[tick][stage]`: items (microbatch x chunks + chunk) and slots, or -1."""
+    """The tables in values that JSON can hold, `[tick][stage]`: items (microbatch x chunks + chunk), slots, or -1."""
     kinds = {kind: getattr(schedule, kind) for kind in ("forward", "backward", "weights")}
     items = {kind: items.tolist() for kind, items in kinds.items() if items is not None}
     found = vars(slots(schedule))

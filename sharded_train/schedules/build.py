@@ -1,8 +1,9 @@
 """The schedules: each is one function from numbers to a table, and a name in `SCHEDULES`.
 
-What they share is the wave. Number the items of a stage in the order of its work, k = 0, 1, ...: then item k goes forward
-in tick `s + k`, and item k of the backward order (the same microbatches, chunks in reverse) in tick `b + (p - 1 - s) + k`,
-so that everything arrives just when it is used. `b` is the tick in which the last stage goes back for the first time.
+What they share is the wave. Number the items of a stage in the order of its work, k = 0, 1, ...: then item k goes
+forward in tick `s + k`, and item k of the backward order (the same microbatches, chunks in reverse) in tick `b + (p -
+1 - s) + k`, so that everything arrives just when it is used. `b` is the tick in which the last stage goes back for
+the first time.
 
 A tick with one forward *and* one backward lasts F + B on every stage alike, whatever B / F is. (A table of single
 operations makes a stage that goes forward wait for its neighbour that goes back: see docs/pipeline.md.)
@@ -28,7 +29,7 @@ def gpipe(p: int, m: int, v: int, costs: Costs) -> Schedule:
 
 
 def one_f_one_b(p: int, m: int, v: int, costs: Costs) -> Schedule:
-    """One forward and one backward a tick: GPipe's time, but at most 2 (p - s) - 1 microbatches in flight on stage s."""
+    """One forward and one backward a tick: GPipe's time, at most 2 (p - s) - 1 microbatches in flight on stage s."""
     _one_chunk("1f1b", v)
     return _wave("1f1b", p, m, 1, np.arange(m), p - 1)
 

@@ -1,4 +1,4 @@
-"""Proofs about any table: that it computes the step, within the memory that it claims, and that its slots hold what is read."""
+"""Proofs about any table: it computes the step, within the memory that it claims, and its slots hold what is read."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _once(schedule: Schedule, kind: str, items: np.ndarray) -> None:
     shape = (schedule.num_ticks, schedule.num_stages)
     if items.shape != shape or items.dtype != np.int32:
         raise ValueError(f"{schedule.name}: {kind} is {items.dtype}{list(items.shape)}, not int32{list(shape)}")
-    if items.size and not (NONE <= items.min() and items.max() < schedule.num_items):
+    if items.size and (items.min() < NONE or items.max() >= schedule.num_items):
         raise ValueError(f"{schedule.name}: {kind} has items outside of -1 to {schedule.num_items - 1}")
     for stage, column in enumerate(items.T):
         count = np.bincount(column[column != NONE], minlength=schedule.num_items)
@@ -63,8 +63,8 @@ def _after(
     for microbatch, virtual in np.argwhere(ticks < earliest)[:1]:
         chunk, stage = divmod(virtual + first, schedule.num_stages)
         raise ValueError(
-            f"{schedule.name}: {kind} of {_name(schedule, microbatch, chunk, stage)} in tick {ticks[microbatch, virtual]} "
-            f"needs the {needed}, which allows tick {earliest[microbatch, virtual]} at the earliest"
+            f"{schedule.name}: {kind} of {_name(schedule, microbatch, chunk, stage)} is in tick "
+            f"{ticks[microbatch, virtual]}; the {needed} allows {earliest[microbatch, virtual]} at the earliest"
         )
 
 
@@ -74,7 +74,7 @@ def _name(schedule: Schedule, microbatch: int, chunk: int, stage: int) -> str:
 
 
 def check_slots(schedule: Schedule, slots: Slots) -> None:
-    """Raises ValueError unless every read finds what it should in its slot, played tick by tick as the executor does."""
+    """Raises ValueError unless every read finds what it should in its slot, played as the executor does."""
     first = schedule.is_first(schedule.forward)
     forward, backward = schedule.forward, schedule.backward
     last = schedule.is_last(backward)

@@ -11,8 +11,8 @@ import numpy as np
 class Costs:
     """Time of one microbatch in each chunk, `[stage, chunk]` of float64.
 
-    `backward` is that of the inputs and `weights` that of the weights; a schedule without `weights` does both at once. What
-    is rematerialised counts with the backward: 1 : 2 : 1 with full rematerialisation, 1 : 1 : 1 with none.
+    `backward` is that of the inputs and `weights` that of the weights; a schedule without `weights` does both at
+    once. What is rematerialised counts with the backward: 1 : 2 : 1 with full rematerialisation, 1 : 1 : 1 with none.
     """
 
     forward: np.ndarray

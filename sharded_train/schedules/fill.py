@@ -14,8 +14,9 @@ from sharded_train.schedules.table import NONE, Schedule
 def filled(schedule: Schedule, costs: Costs) -> Schedule:
     """A schedule's backwards without the weights, which go into idle time, at most one a tick; the rest at the end.
 
-    A stage holds at most 2 p - 1 items from backward to weights. Where a W is longer than the idle time of a tick, letting
-    the tick last longer can still pay: each such length is tried and the table that takes the least time is taken.
+    A stage holds at most 2 p - 1 items from backward to weights. Where a W is longer than the idle time of a tick,
+    letting the tick last longer can still pay: each such length is tried and the table that takes the least time is
+    taken.
     """
     p, num_items = schedule.num_stages, schedule.num_items
     claimed = np.stack([schedule.claimed[0], np.full(p, min(num_items, 2 * p - 1))])
@@ -23,12 +24,12 @@ def filled(schedule: Schedule, costs: Costs) -> Schedule:
     longer = {0.0}
     for other in (costs.forward, costs.backward):
         longer.add(max(0.0, float((costs.weights - other).max())))
-    tables = [dataclasses.replace(split, **_fill(split, costs, over)) for over in sorted(longer)]
+    tables = [_fill(split, costs, over) for over in sorted(longer)]
     return min(tables, key=lambda table: round(neighbours(table, costs).time, 9))
 
 
-def _fill(schedule: Schedule, costs: Costs, over: float) -> dict[str, np.ndarray]:
-    """The three tables, with ticks added at the end for what is left.
+def _fill(schedule: Schedule, costs: Costs, over: float) -> Schedule:
+    """The schedule with its `weights`, and ticks added at the end for those that are left.
 
     In a tick a stage does a W if it then lasts at most `over` longer than without; and all stages that can do one where
     none would be idle by it, because each has one waiting or has done its last, or where one has too many waiting.
@@ -39,7 +40,7 @@ def _fill(schedule: Schedule, costs: Costs, over: float) -> dict[str, np.ndarray
     cost = costs.weights[stage[:, None], schedule.chunk(order)]
     spent = work(schedule, costs).sum(0)
     going, done = np.zeros(p, int), np.zeros(p, int)
-    rows = []
+    rows: list[np.ndarray] = []
     while (done < num_items).any():
         tick = len(rows)
         used = spent[tick] if tick < len(spent) else np.zeros(p)
@@ -53,8 +54,9 @@ def _fill(schedule: Schedule, costs: Costs, over: float) -> dict[str, np.ndarray
         rows.append(np.where(doing, order[stage, following], NONE))
         done += doing
     rest = np.full((len(rows) - len(spent), p), NONE, np.int32)
-    return {
-        "forward": np.concatenate([schedule.forward, rest]),
-        "backward": np.concatenate([schedule.backward, rest]),
-        "weights": np.stack(rows).astype(np.int32),
-    }
+    return dataclasses.replace(
+        schedule,
+        forward=np.concatenate([schedule.forward, rest]),
+        backward=np.concatenate([schedule.backward, rest]),
+        weights=np.stack(rows).astype(np.int32),
+    )

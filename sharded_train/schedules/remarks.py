@@ -29,7 +29,8 @@ def remarks(schedule: Schedule, costs: Costs) -> list[str]:
     other = time_of_1f1b(schedule, costs)
     if timing.time > other * (1 + 1e-9):
         found.append(
-            f"{name} takes {timing.time:.4g}, 1f1b {other:.4g}: with these costs it is {timing.time / other - 1:.1%} slower"
+            f"{name} takes {timing.time:.4g} and 1f1b {other:.4g}: with these costs it is "
+            f"{timing.time / other - 1:.1%} slower"
         )
     if m < p:
         better = neighbours(make("1f1b", p, 4 * p), whole_stages(costs)).bubble
@@ -54,6 +55,7 @@ def _of_kept(schedule: Schedule, costs: Costs, time: float) -> list[str]:
     if v == 1 and p > 1 and float(np.mean(in_flight(schedule)[1])) > p:
         held = int(in_flight(schedule)[1].max())
         return [
-            f"{schedule.name} with 1 chunk keeps {held} microbatches' inputs and cotangents of all layers; 2 chunks halve it"
+            f"{schedule.name} with 1 chunk a stage keeps inputs and cotangents of all its layers for {held} "
+            "microbatches; 2 chunks halve that"
         ]
     return []

@@ -1,12 +1,14 @@
 """How long a schedule takes and what it holds: found by playing its table with real costs, never by counting ticks.
 
-A tick ends in a send to each neighbour in the ring, so a stage begins its next tick when it *and its neighbours* have ended this
-one. `lockstep` lets it wait for all stages, `asynchronous` only for the data that it needs: the bounds on either side.
+A tick ends in a send to each neighbour in the ring, so a stage begins its next tick when it *and its neighbours* have
+ended this one. `lockstep` lets it wait for all stages, `asynchronous` only for the data that it needs: the bounds on
+either side.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
@@ -45,7 +47,7 @@ def work(schedule: Schedule, costs: Costs) -> np.ndarray:
 
 
 def neighbours(schedule: Schedule, costs: Costs) -> Timing:
-    """The step as the executor runs it. With one chunk nothing goes round the end of the ring, so nobody waits there."""
+    """The step as the executor runs it. With one chunk nothing goes round the ring's end, so nobody waits there."""
     ring = schedule.num_chunks > 1
 
     def wait(ends: np.ndarray) -> np.ndarray:
@@ -62,7 +64,7 @@ def lockstep(schedule: Schedule, costs: Costs) -> Timing:
     return _ticks(work(schedule, costs).sum(0), lambda ends: np.full_like(ends, ends.max()))
 
 
-def _ticks(spent: np.ndarray, wait) -> Timing:
+def _ticks(spent: np.ndarray, wait: Callable[[np.ndarray], np.ndarray]) -> Timing:
     begins, ends = np.zeros_like(spent), np.zeros_like(spent)
     at = np.zeros(spent.shape[1])
     for tick, cost in enumerate(spent):

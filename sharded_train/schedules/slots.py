@@ -1,4 +1,4 @@
-"""Where a stage keeps what it waits with: buffers of as many slots as are ever in use at once, on the stage that needs most.
+"""Where a stage keeps what waits: buffers of as many slots as are ever in use at once, on the stage that needs most.
 
 Three buffers, each `[slot, ...]` on every stage:
 
@@ -8,9 +8,10 @@ Three buffers, each `[slot, ...]` on every stage:
 | cotangents | the cotangent of a chunk's output | it arrives | its backward |
 | kept | what a backward of inputs leaves for the weights | its backward | its `weights` |
 
-All tables are int32 `[tick, stage]`, -1 where there is nothing to write or read. In a tick, writes of what arrives come first, then
-the forward reads (or, on the first virtual stage, writes) its input, the backward reads input and cotangent and writes what is
-kept, and `weights` reads that. The last virtual stage has no slot for cotangents: its backward starts from the loss.
+All tables are int32 `[tick, stage]`, -1 where there is nothing to write or read. In a tick, writes of what arrives
+come first, then the forward reads (or, on the first virtual stage, writes) its input, the backward reads input and
+cotangent and writes what is kept, and `weights` reads that. The last virtual stage has no slot for cotangents: its
+backward starts from the loss.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Layers over the chunks of the stages: any number of them, so that the busiest chunk is as little busy as can be.
 
-Loads are in units of a layer. The first virtual stage also embeds and the last one has the head and the loss; where these
-cost something, those two get fewer layers, even none when embedding or head alone is a chunk's worth.
+Loads are in units of a layer. The first virtual stage also embeds and the last one has the head and the loss; where
+these cost something, those two get fewer layers, even none when embedding or head alone is a chunk's worth.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sharded_train.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-    """`layers` `[stage, chunk]`: how many each chunk has; `loads` `[stage, chunk]`: the same with embedding and head."""
+    """`layers [stage, chunk]`: how many each chunk has; `loads [stage, chunk]`: the same with embedding and head."""
 
     layers: np.ndarray
     loads: np.ndarray

@@ -1,21 +1,24 @@
 """A pipeline schedule as a table: what every stage does in every tick.
 
-**Stages and chunks.** There are `p` stages (devices along the pipeline axis), each with `v` chunks of layers. Chunk `c` of stage
-`s` is *virtual stage* `c p + s`: the model goes round the ring of stages `v` times, so that what a stage makes always goes to
-the next stage of the ring (from the last to the first, where the next chunk is), and cotangents to the one before.
+**Stages and chunks.** There are `p` stages (devices along the pipeline axis), each with `v` chunks of layers. Chunk
+`c` of stage `s` is *virtual stage* `c p + s`: the model goes round the ring of stages `v` times, so that what a stage
+makes always goes to the next stage of the ring (from the last to the first, where the next chunk is), and cotangents
+to the one before.
 
-**Items.** Work is numbered: item `microbatch * v + chunk`, -1 for none; `Schedule.microbatch` and `Schedule.chunk` take it apart.
+**Items.** Work is numbered: item `microbatch * v + chunk`, -1 for none; `Schedule.microbatch` and `Schedule.chunk`
+take it apart.
 
 **A tick** of stage `s` is, in this order:
 
 1. receive: what the neighbours sent at the end of the tick before is put where `slots.Slots` says;
 2. `forward[tick, s]`: forward of an item;
-3. `backward[tick, s]`: backward of an item, of its inputs and weights, or where the schedule has `weights` of its inputs only;
+3. `backward[tick, s]`: backward of an item: of inputs and weights, or where there is a table `weights` of inputs only;
 4. `weights[tick, s]`: backward of an item's weights;
 5. one send each way: the output of 2 to stage s + 1, the cotangent of 3 to stage s - 1 (both mod p).
 
-Step 2 may be used by 3 and 3 by 4 within a tick; another stage's work can be used from the next tick on, also where there is
-only one stage, which sends to itself. The output of the last virtual stage and the cotangent of the first go nowhere.
+Step 2 may be used by 3 and 3 by 4 within a tick; another stage's work can be used from the next tick on, also where
+there is only one stage, which sends to itself. The output of the last virtual stage and the cotangent of the first go
+nowhere.
 
 Example, two stages and three microbatches, 1F1B (rows are ticks)::
 
@@ -88,7 +91,7 @@ class Schedule:
         return self._received(sent, towards=-1)
 
     def _received(self, sent: np.ndarray, towards: int) -> np.ndarray:
-        """A tick later at the neighbour; whoever goes round the ring's end comes to the next chunk, or the one before."""
+        """A tick later at the neighbour; round the end of the ring it belongs to the next chunk, or the one before."""
         arrived = np.roll(sent, towards, axis=1)
         edge = 0 if towards == 1 else self.num_stages - 1
         arrived[:, edge] += np.where(arrived[:, edge] == NONE, 0, towards)
