@@ -1,4 +1,4 @@
-"""Reading HLO text: small saved programs of both jax versions (tests/hlo/make.py), and what they do not show, by hand."""
+"""Reading HLO text: saved programs of both jax versions (tests/hlo/make.py), and what they do not show, by hand."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_program_with_every_collective(version: str) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("noted", [True, False])
 def test_loops_tell_how_often(version: str, noted: bool) -> None:
-    """3 microbatches of 5 layers, whether XLA noted the counts or the conditions must be read; then a loop of neither."""
+    """3 microbatches of 5 layers, the counts noted by XLA or read from the conditions; then a loop of neither."""
     text = (SAVED / f"loops-{version}.txt").read_text()
     module = hlo.parse(text if noted else text.replace("known_trip_count", "forgotten"))
     runs = [run for run in walk(module) if run.instruction.opcode.startswith("all-gather")]
@@ -89,7 +89,7 @@ def test_nothing_of_a_saved_program_is_lost(version: str) -> None:
                 module.called(each)  # and every computation
 
 
-HANDMADE = """HloModule by_hand, is_scheduled=true, entry_computation_layout={(f8e4m3fn[8,4]{1,0})->f32[]}, num_partitions=4
+HANDMADE = """HloModule by_hand, is_scheduled=true, entry_computation_layout={()->f32[]}, num_partitions=4
 
 %gather.body (p: f8e4m3fn[8,4]) -> f8e4m3fn[32,4] {
   %p = f8e4m3fn[8,4]{1,0:T(8,128)(4,1)S(1)} parameter(0)

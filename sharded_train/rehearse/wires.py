@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from sharded_train.rehearse.hlo import Computation, Instruction, Module, Shape, unquoted
 from sharded_train.rehearse.hlo_groups import pairs_of, parse_groups
 from sharded_train.rehearse.hlo_walk import Run, walk
+from sharded_train.rehearse.wires_names import Origins
 from sharded_train.rehearse.wires_places import Groups, Link, Places, place_groups, place_pairs
 from sharded_train.rehearse.wires_totals import totals, warnings
 from sharded_train.rehearse.wires_where import Spans, name_loops, scope_near, turn_of, words_of
@@ -46,6 +47,7 @@ class Member:
 
     given: Shape
     got: Shape
+    parameter: str = ""  # whose shard it is, of a gather of weights
 
     @property
     def dtype(self) -> str:
@@ -57,7 +59,8 @@ class Member:
         return max(self.given.bytes, self.got.bytes)
 
     def __str__(self) -> str:
-        return f"{self.given} -> {self.got}" if self.given != self.got else str(self.given)
+        shapes = f"{self.given} -> {self.got}" if self.given != self.got else str(self.given)
+        return f"{self.parameter} {shapes}".lstrip()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +148,7 @@ def collectives(module: Module, places: Places) -> tuple[list[Collective], list[
     if module.num_devices != places.num_devices:
         raise ValueError(f"the program is for {module.num_devices} devices, the mesh has {places.num_devices}")
     runs = list(walk(module))
-    reader = _Reader(module, places, name_loops(runs))
+    reader = _Reader(module, places, name_loops(runs), Origins(module, runs))
     found: list[Collective] = []
     unknown: list[Unknown] = []
     for run in runs:
@@ -160,8 +163,8 @@ def collectives(module: Module, places: Places) -> tuple[list[Collective], list[
 class _Reader:
     """Reads the collectives of one module; what many of them share is worked out once."""
 
-    def __init__(self, module: Module, places: Places, turns: dict[str, str]) -> None:
-        self._module, self._places, self._turns = module, places, turns
+    def __init__(self, module: Module, places: Places, turns: dict[str, str], origins: Origins) -> None:
+        self._module, self._places, self._turns, self._origins = module, places, turns, origins
         self._spans = Spans(module)
         self._groups: dict[str, Groups] = {}
 
@@ -180,6 +183,7 @@ class _Reader:
         hidden = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.raw_attributes
         if done is None:
             note = "; ".join(filter(None, [note, "what waits for it stands in another computation"]))
+        members = self._members(computation, instruction, inner, done)
         scope, source = inner.scope or scope_near(computation, instruction), inner.source or instruction.source
         return Collective(
             name=instruction.name,
@@ -189,7 +193,7 @@ class _Reader:
             group_size=groups.size,
             num_groups=groups.count,
             per_host=groups.per_host,
-            members=_members(computation, instruction, inner, done),
+            members=members,
             times=run.times,
             loops=tuple((turn_of(loop, self._turns), loop.trips) for loop in run.loops),
             branches=tuple(f"{b.conditional}, branch {b.index + 1} of {b.count}" for b in run.branches),
@@ -197,7 +201,7 @@ class _Reader:
             done=done.name if done else "",
             asynchronous=hidden,
             spans=self._spans.between(computation, instruction.name, done.name) if hidden and done else (),
-            place=words_of(scope, source),
+            place=words_of(scope, source, [member.parameter for member in members if member.parameter]),
             scope=scope,
             source=source,
             note=note,
@@ -211,6 +215,20 @@ class _Reader:
         if len(inner) > 1:
             raise ValueError(f"one asynchronous start of {len(inner)} collectives")
         return inner[0] if inner else instruction
+
+    def _members(
+        self, computation: Computation, start: Instruction, inner: Instruction, done: Instruction | None
+    ) -> tuple[Member, ...]:
+        names = (
+            start.operands[:1] if inner.opcode == "ragged-all-to-all" else start.operands
+        )  # offsets and sizes follow
+        given = [computation.instructions[name].shapes[0] for name in names]
+        got = done.shapes if done else inner.shapes[-len(given) :]
+        if len(given) != len(got):
+            raise ValueError(f"{len(given)} arrays go in and {len(got)} come out")
+        gathers = inner.opcode.startswith("all-gather")
+        parameters = [self._origins.name(computation, name) if gathers else "" for name in names]
+        return tuple(Member(*each) for each in zip(given, got, parameters, strict=True))
 
     def _place(self, op: str, instruction: Instruction) -> Groups:
         permutes = op == "collective-permute"
@@ -257,18 +275,6 @@ def _done(computation: Computation, start: Instruction) -> Instruction | None:
             if each.opcode.endswith("-update"):
                 following.add(each.name)
     return None
-
-
-def _members(
-    computation: Computation, start: Instruction, inner: Instruction, done: Instruction | None
-) -> tuple[Member, ...]:
-    given = [operand.shapes[0] for operand in computation.operands(start)]
-    got = done.shapes if done else inner.shapes[-len(given) :]
-    if inner.opcode == "ragged-all-to-all":
-        given, got = given[:1], got[:1]  # offsets and sizes follow
-    if len(given) != len(got):
-        raise ValueError(f"{len(given)} arrays go in and {len(got)} come out")
-    return tuple(Member(a, b) for a, b in zip(given, got, strict=True))
 
 
 def _unknown(run: Run, error: Exception) -> Unknown:

@@ -108,7 +108,7 @@ def once_each(those: Sequence[Mapping[str, Any]]) -> str:
 def arrays_in_words(collective: Mapping[str, Any]) -> str:
     """The whole array, or how many there are and the largest: "9: bf16[4096,1792] ..."."""
     end = -1 if collective["op"] == "all-gather" else 0
-    whole = [member.split(" -> ")[end] for member in collective["members"]]
+    whole = [member.split(" -> ")[end].split()[-1] for member in collective["members"]]
     return whole[0] if len(whole) == 1 else f"{len(whole)}: {max(whole, key=_size)} ..."
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sharded_train.rehearse import scopes
 from sharded_train.rehearse.hlo import Computation, Instruction, Module
@@ -80,12 +80,18 @@ def scope_near(computation: Computation, instruction: Instruction) -> str:
     return ""
 
 
-def words_of(scope: str, source: str) -> str:
-    """The part of the model and the pass: "attention + mlp, recomputed"; outside of the model the function's name."""
+def words_of(scope: str, source: str, parameters: Sequence[str] = ()) -> str:
+    """The part of the model and the pass: "attention + mlp, recomputed"; outside of the model the function's name.
+
+    Weights that are gathered are told as such, with where they stand in the state: "weights: layers, backward".
+    """
     names = set(re.split(r"[^\w]+", scope))
     parts = [part for part in scopes.PARTS if part in names]
     inner = [part for part in parts if part != "layers"] or parts
+    phase = f", {scopes.phase_of(scope)}" if inner else ""
+    if tops := list(dict.fromkeys(name.partition("/")[0] for name in parameters)):
+        return f"weights: {' + '.join(tops) if len(tops) < 4 else 'all kinds'}{phase}"
     if not inner:
         function = source.rpartition(" in ")[2]
         return function.replace(".<locals>.<genexpr>", "").replace(".<locals>", "") or "step"
-    return f"{' + '.join(inner)}, {scopes.phase_of(scope)}"
+    return f"{' + '.join(inner)}{phase}"

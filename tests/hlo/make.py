@@ -41,7 +41,7 @@ def mixed(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def loops(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """Three microbatches of five layers, each of which gathers its weight, then a branch and a loop of unknown length."""
+    """Three microbatches of five layers that gather their weights, then a branch and a loop of unknown length."""
 
     def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
         return jnp.tanh(x @ lax.all_gather(w, "data", axis=0, tiled=True)), None
