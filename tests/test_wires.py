@@ -120,10 +120,14 @@ BETWEEN = {
 
 def by_hand(lines: str, computations: str = "") -> hlo.Module:
     """A program of 8 devices with these lines after its one argument `a`, f32[4,4]."""
-    return hlo.parse(
-        f"HloModule by_hand, is_scheduled=true, num_partitions=8\n\n{computations}\n"
-        f"ENTRY %main (a: f32[4,4]) -> f32[4,4] {{\n  %a = f32[4,4]{{1,0}} parameter(0)\n{lines}\n  ROOT %r = f32[4,4]{{1,0}} copy(%a)\n}}\n"
-    )
+    entry = [
+        "ENTRY %main (a: f32[4,4]) -> f32[4,4] {",
+        "  %a = f32[4,4]{1,0} parameter(0)",
+        lines,
+        "  ROOT %r = f32[4,4]{1,0} copy(%a)",
+        "}",
+    ]
+    return hlo.parse("\n".join(["HloModule by_hand, is_scheduled=true, num_partitions=8", computations, *entry]))
 
 
 @pytest.mark.parametrize("what", BETWEEN)

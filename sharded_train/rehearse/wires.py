@@ -23,10 +23,10 @@ from jax.sharding import Mesh
 from sharded_train.rehearse.hlo import Computation, Instruction, Module, Shape, unquoted
 from sharded_train.rehearse.hlo_groups import pairs_of, parse_groups
 from sharded_train.rehearse.hlo_walk import Run, walk
-from sharded_train.rehearse.wires_names import Origins
+from sharded_train.rehearse.origins import Origins
 from sharded_train.rehearse.wires_places import Groups, Link, Places, place_groups, place_pairs
 from sharded_train.rehearse.wires_totals import totals, warnings
-from sharded_train.rehearse.wires_where import Spans, name_loops, scope_near, turn_of, words_of
+from sharded_train.rehearse.wires_where import Spans, argument_of, name_loops, scope_near, turn_of, words_of
 
 # Bytes on the wire of each device over those of the whole buffer, for a group of n.
 FACTORS: Mapping[str, Callable[[int], float]] = {
@@ -148,7 +148,7 @@ def collectives(module: Module, places: Places) -> tuple[list[Collective], list[
     if module.num_devices != places.num_devices:
         raise ValueError(f"the program is for {module.num_devices} devices, the mesh has {places.num_devices}")
     runs = list(walk(module))
-    reader = _Reader(module, places, name_loops(runs), Origins(module, runs))
+    reader = _Reader(module, places, name_loops(runs), Origins(module))
     found: list[Collective] = []
     unknown: list[Unknown] = []
     for run in runs:
@@ -227,7 +227,7 @@ class _Reader:
         if len(given) != len(got):
             raise ValueError(f"{len(given)} arrays go in and {len(got)} come out")
         gathers = inner.opcode.startswith("all-gather")
-        parameters = [self._origins.name(computation, name) if gathers else "" for name in names]
+        parameters = [argument_of(self._module, self._origins, name) if gathers else "" for name in names]
         return tuple(Member(*each) for each in zip(given, got, parameters, strict=True))
 
     def _place(self, op: str, instruction: Instruction) -> Groups:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from sharded_train.rehearse import scopes
 from sharded_train.rehearse.hlo import Computation, Instruction, Module
 from sharded_train.rehearse.hlo_walk import Loop, Run
+from sharded_train.rehearse.origins import Origins
 from sharded_train.rehearse.products import work_of
 
 CONTROL = ("while", "conditional", "call", "async-start", "call-start")
@@ -78,6 +79,15 @@ def scope_near(computation: Computation, instruction: Instruction) -> str:
             return found
         near = [operand for each in near for operand in computation.operands(each)]
     return ""
+
+
+def argument_of(module: Module, origins: Origins, name: str) -> str:
+    """The argument of the program that an array comes from, a weight by its name in the state; "" if it is none."""
+    made = origins.of(name)
+    if made is None or made.opcode != "parameter" or made.name not in module.computations[module.entry].instructions:
+        return ""
+    keys = re.findall(r"\['([^']+)'\]", made.scope)
+    return "/".join(keys) if keys and made.scope.startswith("state.params") else made.scope
 
 
 def words_of(scope: str, source: str, parameters: Sequence[str] = ()) -> str:
