@@ -29,8 +29,11 @@ def check(compiled: jax.stages.Compiled, device: jax.Device, recipe: Recipe, fac
 def needed(compiled: jax.stages.Compiled) -> int | None:
     """Bytes of a device that a compiled function takes: arguments, results beside them, temporaries."""
     memory = compiled.memory_analysis()
-    if memory is None:
-        return None
+    return None if memory is None else total(memory)
+
+
+def total(memory: Any) -> int:
+    """The same from a `CompiledMemoryStats` of XLA."""
     arguments, results = memory.argument_size_in_bytes, memory.output_size_in_bytes
     return int(arguments + results - memory.alias_size_in_bytes + memory.temp_size_in_bytes)
 
@@ -51,7 +54,7 @@ def explain(what: str, recipe: Recipe, facts: Mapping[str, Any]) -> str:
     parameters = {p["name"]: sum(p["bytes"].values()) for p in facts["parameters"]}
     lines += [f"  {bytes_in_words(n):>10}  {name}" for name, n in _largest(parameters)]
     lines.append("What would shrink it:")
-    lines += [f"  {advice}" for advice in _advice(recipe, facts["mesh"]["sizes"], facts["mesh"]["num_devices"])]
+    lines += [f"  {advice}" for advice in remedies(recipe, facts["mesh"]["sizes"], facts["mesh"]["num_devices"])]
     return "\n".join(lines)
 
 
@@ -60,7 +63,7 @@ def _largest(bytes_of: Mapping[str, int]) -> list[tuple[str, int]]:
     return found[:LARGEST]
 
 
-def _advice(recipe: Recipe, sizes: Mapping[str, int], num_devices: int) -> Iterator[str]:
+def remedies(recipe: Recipe, sizes: Mapping[str, int], num_devices: int) -> Iterator[str]:
     """Settings that are not at their smallest yet, those that cost least speed first."""
     train, stage, data = recipe.train, recipe.zero.stage, sizes["data"]
     rows = train.global_batch_size // (data * train.num_microbatches)

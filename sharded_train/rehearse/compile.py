@@ -24,6 +24,8 @@ from sharded_train import compat, gpu_flags
 from sharded_train.errors import ConfigError
 from sharded_train.mesh import StandIn, layout
 from sharded_train.recipe import Recipe, check, program_on
+from sharded_train.rehearse import buffers
+from sharded_train.rehearse.buffers import Temporaries
 from sharded_train.rehearse.clusters import Cluster
 from sharded_train.step import Program
 
@@ -45,6 +47,7 @@ class Compiled:
     program: Program
     text: str  # the optimised HLO, scheduled
     memory: Any  # jaxlib's CompiledMemoryStats
+    temporaries: Temporaries | None  # None where XLA does not tell
     options: dict[str, str | bool]
     seconds: dict[str, float]  # per phase
 
@@ -76,12 +79,13 @@ def compile_for(recipe: Recipe, cluster: Cluster, progress: Callable[[str], Any]
     with phase("trace", "tracing the train step"), compat.cudnn_assumed():
         lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     options = gpu_flags.options("gpu") or {}
-    with phase("compile", f"compiling it for {cluster.words}"):
-        compiled = _compile(lowered, cluster, options)
-    with phase("text", "reading the compiled program"):
-        text = compiled.as_text()
+    with tempfile.TemporaryDirectory(prefix="rehearse-") as folder:
+        with phase("compile", f"compiling it for {cluster.words}"):
+            compiled = _compile(lowered, cluster, {**options, **buffers.options(Path(folder))})
+        with phase("text", "reading the compiled program"):
+            text, temporaries = compiled.as_text(), buffers.read(Path(folder))
     assert text is not None
-    return Compiled(recipe, cluster, program, text, compiled.memory_analysis(), options, seconds)
+    return Compiled(recipe, cluster, program, text, compiled.memory_analysis(), temporaries, options, seconds)
 
 
 def check_layout(recipe: Recipe, cluster: Cluster) -> None:
