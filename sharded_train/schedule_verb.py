@@ -16,7 +16,7 @@ from rich.text import Text
 
 from sharded_train.errors import ConfigError
 from sharded_train.schedule_picture import draw, legend, png, svg
-from sharded_train.schedules.build import make
+from sharded_train.schedules.build import default_chunks, make
 from sharded_train.schedules.costs import Costs
 from sharded_train.schedules.remarks import remarks, whole_stages
 from sharded_train.schedules.simulate import asynchronous, in_flight, neighbours, useful_sends
@@ -39,7 +39,7 @@ def schedule(
     *,
     stages: int,
     microbatches: int,
-    chunks: int,
+    chunks: int | None = None,
     costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
     activation_bytes: int | None = None,
     pictures: Mapping[str, Path] | None = None,
@@ -53,6 +53,7 @@ def schedule(
     for path in pictures.values():
         if not path.absolute().parent.is_dir():
             raise ConfigError(f"{path}: there is no folder {path.absolute().parent} to write it into")
+    chunks = chunks or default_chunks(name)
     each = Costs.even(stages, chunks, *costs)
     made = make(name, stages, microbatches, chunks, each)
     facts = describe(made, each, activation_bytes)

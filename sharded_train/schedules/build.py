@@ -62,10 +62,16 @@ SCHEDULES: dict[str, Callable[[int, int, int, Costs], Schedule]] = {
 }
 
 
+def default_chunks(name: str) -> int:
+    """How many chunks a stage has where nobody says."""
+    return 2 if name in ("interleaved", "zero_bubble") else 1
+
+
 def make(name: str, p: int, m: int, v: int = 1, costs: Costs | None = None) -> Schedule:
     """The schedule of that name for p stages, m microbatches and v chunks a stage; ConfigError where there is none."""
     if name not in SCHEDULES:
-        raise ConfigError(f"{name}: no such schedule{did_you_mean(name, SCHEDULES)} There are {', '.join(SCHEDULES)}")
+        hint = did_you_mean(name.lower(), SCHEDULES)
+        raise ConfigError(f"schedule {name}: there are {', '.join(SCHEDULES)}{hint}")
     for what, number in (("stages", p), ("microbatches", m), ("chunks a stage", v)):
         if number < 1:
             raise ConfigError(f"{name}: {number} {what}; it needs at least 1")

@@ -15,16 +15,17 @@ def filled(schedule: Schedule, costs: Costs) -> Schedule:
     """A schedule's backwards without the weights, which go into idle time, at most one a tick; the rest at the end.
 
     A stage holds at most 2 p - 1 items from backward to weights. Where a W is longer than the idle time of a tick,
-    letting the tick last longer can still pay: each such length is tried and the table that takes the least time is
-    taken.
+    letting the tick last longer can still pay: each such length is tried, and every W right after its backward too.
+    The table that takes the least time is taken.
     """
     p, num_items = schedule.num_stages, schedule.num_items
     claimed = np.stack([schedule.claimed[0], np.full(p, min(num_items, 2 * p - 1))])
     split = dataclasses.replace(schedule, weights=np.full_like(schedule.backward, NONE), claimed=claimed)
-    longer = {0.0}
-    for other in (costs.forward, costs.backward):
-        longer.add(max(0.0, float((costs.weights - other).max())))
-    tables = [_fill(split, costs, over) for over in sorted(longer)]
+    longer = {
+        max(0.0, float((costs.weights - other).max())) for other in (costs.forward, costs.backward, costs.weights)
+    }
+    at_once = dataclasses.replace(split, weights=schedule.backward)
+    tables = [at_once, *(_fill(split, costs, over) for over in sorted(longer))]
     return min(tables, key=lambda table: round(neighbours(table, costs).time, 9))
 
 

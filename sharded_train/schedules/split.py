@@ -75,18 +75,21 @@ def _balanced(num_layers: int, p: int, extra: np.ndarray) -> np.ndarray:
 
 
 def _too_many_chunks(num_layers: int, p: int, v: int) -> str:
-    problem = (
-        f"{p} stages × {v} {'chunk' if v == 1 else 'chunks'} = {p * v} chunks, but the model has {num_layers} layers"
-    )
-    most = num_layers // p
-    return f"{problem}: at most {num_layers} stages" if most == 0 else f"{problem}: at most {most} chunks a stage"
+    most = f"{_count(num_layers // p, 'chunk')} a stage" if num_layers >= p else _count(num_layers, "stage")
+    chunks = f"{_count(p, 'stage')} × {_count(v, 'chunk')} = {p * v} chunks"
+    return f"{chunks}, but the model has {_count(num_layers, 'layer')}: at most {most}"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def _check(layers: Sequence[int], num_layers: int, p: int, v: int, nearest: np.ndarray) -> None:
     said = f"({', '.join(map(str, layers))})"
     works = f"({', '.join(map(str, nearest))}) works"
     if len(layers) != p * v:
-        raise ConfigError(f"layers {said} are {len(layers)} numbers, but {p} stages × {v} chunks = {p * v}: {works}")
+        wanted = f"{_count(p, 'stage')} × {_count(v, 'chunk')} = {p * v}"
+        raise ConfigError(f"layers {said} are {len(layers)} numbers, but {wanted}: {works}")
     if sum(layers) != num_layers:
         raise ConfigError(f"layers {said} sum to {sum(layers)}, but the model has {num_layers}: {works}")
     if min(layers) < 0 or min(layers[1:-1], default=1) < 1:
