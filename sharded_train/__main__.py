@@ -43,7 +43,8 @@ def _run(argv: list[str]) -> int:
     args, unknown = parser.parse_known_args(arguments)
     verb = VERBS[args.verb]
     problems = [*_unknown(unknown, of_verb[args.verb]), *_missing(args, verb)]
-    problems += launch.problems(args) if verb.has_config else [f"{o}: {args.verb} has no config" for o in overrides]
+    problems += [] if verb.has_config else [f"{o}: {args.verb} has no config" for o in overrides]
+    problems += launch.problems(args) if verb.has_devices else []
     if problems:
         raise ConfigError(problems)
     for note in repeated(overrides):
@@ -116,6 +117,18 @@ def _data(args: argparse.Namespace, overrides: list[str]) -> int:
     return data(recipe, args.workdir, num_workers=args.workers, show=args.show, json=args.json)
 
 
+def _rehearse(args: argparse.Namespace, overrides: list[str]) -> int:
+    variants = args.compare or {str(args.config): []}
+    recipes = {name: _recipe(args, [*overrides, *more], start=False) for name, more in variants.items()}
+    launch.without_gpu()
+    from sharded_train.rehearse_verb import rehearse
+
+    outputs = {
+        kind: getattr(args, kind) for kind in ("json", "html", "hlo", "trace") if getattr(args, kind) is not None
+    }
+    return rehearse(recipes, args.cluster, outputs)
+
+
 def _schedule(args: argparse.Namespace, overrides: list[str]) -> int:
     from sharded_train.schedule_verb import schedule
 
@@ -123,7 +136,7 @@ def _schedule(args: argparse.Namespace, overrides: list[str]) -> int:
         args.schedule,
         stages=args.stages,
         microbatches=args.microbatches,
-        chunks=args.chunks or (2 if args.schedule == "interleaved" else 1),
+        chunks=args.chunks,
         costs=args.costs,
         activation_bytes=args.activation_bytes,
         pictures={kind: getattr(args, kind) for kind in ("svg", "html", "png") if getattr(args, kind) is not None},
@@ -135,7 +148,7 @@ def _schedule(args: argparse.Namespace, overrides: list[str]) -> int:
 class Verb:
     """One verb of the command. `needs` are its required options; one of several where they are joined by "or".
 
-    One without a config takes numbers alone, and runs without devices.
+    One without a config takes numbers alone; one without devices is not told where it runs.
     """
 
     summary: str
@@ -143,6 +156,7 @@ class Verb:
     needs: tuple[str, ...]
     run: Callable[[argparse.Namespace, list[str]], int]
     has_config: bool = True
+    has_devices: bool = True
 
 
 VERBS = {
@@ -171,6 +185,13 @@ VERBS = {
         ("--config or --workdir",),
         _show,
     ),
+    "rehearse": Verb(
+        "compile a config for a GPU cluster that is not there: does it fit, what is sent, how long at best",
+        "sharded-train rehearse --config=configs/llama3_8b.py --cluster=h100:8x8 --config.mesh.tensor=8",
+        ("--config", "--cluster"),
+        _rehearse,
+        has_devices=False,
+    ),
     "data": Verb(
         "tokenize a run's text ahead and say what there is; --show=N prints rows as the model sees them",
         "sharded-train data --config=configs/quickstart.py --workdir=runs/quickstart",
@@ -183,6 +204,7 @@ VERBS = {
         ("--stages", "--microbatches"),
         _schedule,
         has_config=False,
+        has_devices=False,
     ),
 }
 
@@ -217,7 +239,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
             allow_abbrev=False,
         )
         if verb.has_config:
-            options.add_common(sub, verb.needs)
+            options.add_common(sub, verb.needs, has_devices=verb.has_devices)
         options.add_own(sub, name)
         of_verb[name] = sub
     return parser, of_verb

@@ -71,6 +71,13 @@ def start(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> 
         ) from error
 
 
+def without_gpu() -> None:
+    """Work on the CPU whatever there is. Nothing may have used a device before."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+
+
 def _keep_stdout() -> None:
     """What libraries print from C++ (Gloo greets every peer) goes to stderr, so that stdout is ours alone."""
     if sys.__stdout__ is None or sys.stdout is not sys.__stdout__:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from sharded_train import launch
+from sharded_train.config import split_arguments
+from sharded_train.devices import DEVICES
 
 COSTS = "time of a stage's forward, backward of inputs, of weights (default 1,1,1; 1,2,1 with full rematerialisation)"
 
 
-def add_common(parser: argparse.ArgumentParser, needs: Sequence[str]) -> None:
+def add_common(parser: argparse.ArgumentParser, needs: Sequence[str], *, has_devices: bool = True) -> None:
     """The options of every verb that has a config; `needs` are those that the verb requires."""
     needed = " ".join(needs)
     default = "" if "--config" in needs else "; default: the config of the run in --workdir"
@@ -25,7 +28,8 @@ def add_common(parser: argparse.ArgumentParser, needs: Sequence[str]) -> None:
     )
     if "--workdir" in needed:
         parser.add_argument("--workdir", metavar="DIR", type=_path, help="the run's checkpoints, config and metrics")
-    launch.add_options(parser)
+    if has_devices:
+        launch.add_options(parser)
 
 
 def add_own(parser: argparse.ArgumentParser, verb: str) -> None:
@@ -55,12 +59,26 @@ def add_own(parser: argparse.ArgumentParser, verb: str) -> None:
         add("--stages", metavar="P", type=number, help="devices along the pipeline axis")
         add("--microbatches", metavar="M", type=number, help="microbatches of a step")
         add("--schedule", metavar="NAME", default="1f1b", help="gpipe, 1f1b (default), interleaved or zero_bubble")
-        add("--chunks", metavar="V", type=number, help="chunks of layers a stage (default 1; interleaved 2)")
+        add(
+            "--chunks",
+            metavar="V",
+            type=number,
+            help="chunks of layers a stage (default 1, or 2 of a schedule that uses them)",
+        )
         add("--costs", metavar="F,B,W", type=_costs, default=(1.0, 1.0, 1.0), help=COSTS)
         add("--activation-bytes", metavar="N", type=number, help="bytes of one send, to count bytes as well")
         for kind in ("svg", "html", "png"):
             add(f"--{kind}", metavar="FILE", type=_path, help=f"write the picture as {kind.upper()}")
-    if verb != "train":
+    if verb == "rehearse":
+        add(
+            "--cluster", metavar="KIND:HOSTSxDEVICES", help=f"{', '.join(DEVICES)}, or file:SPEC.toml; such as h100:8x8"
+        )
+        add("--compare", metavar="'A | B'", type=_variants, help="several sets of --config.KEY=VALUE, put side by side")
+        add("--json", metavar="OUT", type=_path, help="write all that is found as JSON; - is stdout")
+        add("--html", metavar="OUT", type=_path, help="write it as one page with the pictures")
+        add("--hlo", metavar="OUT", type=_path, help="write the compiled program's text")
+        add("--trace", metavar="OUT", type=_path, help="write the timeline for Perfetto or chrome://tracing")
+    elif verb != "train":
         add("--json", action="store_true", help="print JSON")
 
 
@@ -71,6 +89,19 @@ def _costs(text: str) -> tuple[float, ...]:
     if len(costs) != 3 or min(costs[:2]) == 0:
         raise argparse.ArgumentTypeError(f"wanted F,B,W: three numbers, the first two above 0, got {text!r}")
     return costs
+
+
+def _variants(text: str) -> dict[str, list[str]]:
+    """Overrides by a name of their own: "--config.zero.stage=3 | --config.zero.stage=1" is "zero.stage=3" and ..."""
+    found = {}
+    for part in text.split("|"):
+        overrides, others = split_arguments(shlex.split(part))
+        if others:
+            raise argparse.ArgumentTypeError(f"{others[0]}: between the bars stand --config.KEY=VALUE only")
+        found[" ".join(o.removeprefix("--config.") for o in overrides) or "as it is"] = overrides
+    if len(found) < 2:
+        raise argparse.ArgumentTypeError(f"wanted two or more different ones with | between them, got {text!r}")
+    return found
 
 
 def _path(text: str) -> Path:

@@ -33,7 +33,7 @@ def print_facts(facts: Mapping[str, Any], picture: str, console: Console | None 
             console.print(Text(thing) if isinstance(thing, str) else thing)
         console.print()
 
-    put("Mesh", picture, "", _links(facts["mesh"]))
+    put("Mesh", picture, "", links_table(facts["mesh"]))
     put("Parameters", _parameters(facts))
     put("Bytes on each device", _memory(facts), "Activations and the compiler's buffers come on top.")
     put("Left whole", _left_whole(facts))
@@ -68,7 +68,8 @@ def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
     return table
 
 
-def _links(mesh: Mapping[str, Any]) -> Table:
+def links_table(mesh: Mapping[str, Any]) -> Table:
+    """Each axis of `show.describe`'s mesh and what it rides on."""
     table = new_table("axis", "size", "rides on", right=["size"])
     for axis, size in mesh["sizes"].items():
         table.add_row(axis, f"{size:,}", mesh["links"][axis]["words"])

@@ -9,22 +9,22 @@ shape or a backward product of one is a gradient, and the rest are activations, 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from sharded_train import memory, params
 from sharded_train.rehearse import scopes
 from sharded_train.rehearse.buffers import Temporaries, Value
 from sharded_train.rehearse.compile import Compiled
 from sharded_train.rehearse.hlo import Instruction, Module, shapes_in
-from sharded_train.rehearse.origins import Origins
+from sharded_train.rehearse.origins import Origins, argument_in_words
 from sharded_train.rehearse.wires import Collective
 from sharded_train.sharding import is_placement
 from sharded_train.show import bytes_held
-from sharded_train.show_tables import bytes_in_words
+from sharded_train.show_tables import bytes_in_words, new_table
 from sharded_train.step import Program
 
 TOO_CLOSE = 0.03  # of what there is
@@ -134,46 +134,54 @@ class _Kinds:
     def __init__(self, module: Module, program: Program, collectives: Sequence[Collective]) -> None:
         self._origins = Origins(module)
         over_data = [c for c in collectives if c.axes and "tensor" not in c.axes]
-        ends = lambda op: {name for c in over_data if c.op == op for name in (c.name, c.done)}
-        self._gathers = ends("all-gather")
-        self._reductions = ends("reduce-scatter") | ends("all-reduce")
+        by_name = lambda *ops: {name: c for c in over_data if c.op in ops for name in (c.name, c.done)}
+        self._gathers, self._reductions = by_name("all-gather"), by_name("reduce-scatter", "all-reduce")
         self._shapes = _shapes(program)
 
-    def of(self, value: Value) -> tuple[str, Instruction | None]:
-        """The kind of a temporary and the instruction that its numbers come from."""
-        origin = self._origins.of(value.name, value.index)
-        dtype, dims = value.shape.partition("[")[0], _dims(value.shape)
-        if origin is None:
-            return ACTIVATIONS, None
+    def of(self, value: Value) -> tuple[str, str, str]:
+        """The kind of a temporary, its name (a weight's, else the operation that made it) and where that stands."""
+        found = self._origins.element(value.name, value.index)
+        if found is None:
+            return ACTIVATIONS, value.name, ""
+        origin, element = found
+        kind = self._kind(value, origin)
+        if origin.opcode == "parameter":
+            return kind, argument_in_words(origin), "as it is stored"
+        if gather := self._gathers.get(origin.name):
+            name = gather.members[element].parameter if element < len(gather.members) else ""
+            return kind, name or "all_gather", gather.place
+        where = scopes.words_of(origin.scope) if origin.scope else ""
+        if kind == GRADIENTS and (names := self._shapes.get(_dims(value.shape))):
+            return kind, " or ".join(names), where
+        operation = scopes.names_of(origin.scope)[-1].partition(":")[0].strip("(){} ").rpartition("/")[2]
+        return kind, operation or origin.opcode, where
+
+    def _kind(self, value: Value, origin: Instruction) -> str:
+        dtype, scope = value.shape.partition("[")[0], origin.scope
         if origin.opcode == "custom-call" and dtype in ("s8", "u8"):
-            return WORKSPACE, origin
-        if origin.name in self._gathers or "gather_weights" in origin.scope:
-            return WEIGHTS, origin
-        if origin.opcode == "parameter" and "state.params" in origin.scope:
-            return WEIGHTS, origin  # cast or laid out anew, without a gather
-        if origin.name in self._reductions or "reduce_gradients" in origin.scope or "gradient_sums" in origin.scope:
-            return GRADIENTS, origin
-        backward, summed = "transpose(" in origin.scope, dtype == "f32" and origin.opcode == "add"
-        if dims in self._shapes and (backward or (summed and "jvp(" not in origin.scope)):
-            return GRADIENTS, origin
-        return ACTIVATIONS, origin
+            return WORKSPACE
+        if origin.name in self._gathers or "gather_weights" in scope:
+            return WEIGHTS
+        if origin.opcode == "parameter" and "state.params" in scope:
+            return WEIGHTS  # cast or laid out anew, without a gather
+        if origin.name in self._reductions or "reduce_gradients" in scope or "gradient_sums" in scope:
+            return GRADIENTS
+        backward = "transpose(" in scope
+        summed = dtype == "f32" and origin.opcode == "add" and "jvp(" not in scope
+        return GRADIENTS if (backward or summed) and _dims(value.shape) in self._shapes else ACTIVATIONS
 
 
-def _shapes(program: Program) -> set[tuple[int, ...]]:
-    """Dims, sorted and without ones, of every parameter on a device: gathered and stored, of all layers and of one."""
-    found = set()
-    for _, placement in params.named_leaves(program.plan.placements, is_placement):
+def _shapes(program: Program) -> dict[tuple[int, ...], list[str]]:
+    """Names of parameters by their dims on a device, sorted and without ones: gathered and stored, of all layers and
+    of one.
+    """
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name, placement in params.named_leaves(program.plan.placements, is_placement):
         for spec in (placement.gathered, placement.stored):
-            split = [dim if isinstance(dim, tuple) else (dim,) if dim else () for dim in spec]
-            whole = placement.spec.shape
-            ways = [
-                math.prod(program.plan.sizes[a] for a in dim) for dim in [*split, *[()] * (len(whole) - len(split))]
-            ]
-            local = [n // w for n, w in zip(whole, ways, strict=True)]
-            found.add(_sorted(local))
-            if placement.spec.stacked:
-                found.add(_sorted(local[1:]))
-    return {dims for dims in found if len(dims) > 1}
+            local = NamedSharding(program.mesh, spec).shard_shape(placement.spec.shape)
+            for dims in {_sorted(local), _sorted(local[1:] if placement.spec.stacked else local)}:
+                found[dims] = list(dict.fromkeys([*found.get(dims, ()), name]))
+    return {dims: names for dims, names in found.items() if len(dims) > 1}
 
 
 def _dims(shape: str) -> tuple[int, ...]:
@@ -189,25 +197,39 @@ def _largest(
     state: Sequence[tuple[str, str, int]], temporaries: Temporaries | None, kinds: _Kinds
 ) -> list[dict[str, Any]]:
     """The largest arrays of the fullest moment; equal ones from one place in the model are told together."""
-    rows: list[dict[str, Any]] = [
-        {"name": name, "kind": kind, "bytes": n, "count": 1, "shape": ""} for kind, name, n in state
-    ]
-    found = [(_name(*kinds.of(v)), v.shape.partition("{")[0], v.size, kinds.of(v)[0]) for v in _named(temporaries)]
-    for (name, shape, size, kind), those in itertools.groupby(sorted(found)):
+    found = [(*kinds.of(v), v.shape.partition("{")[0], v.size) for v in temporaries.fullest] if temporaries else []
+    found += [(kind, name, "between steps", "", size) for kind, name, size in state]
+    rows: list[dict[str, Any]] = []
+    for (kind, name, where, shape, size), those in itertools.groupby(sorted(found)):
         count = len(list(those))
-        rows.append({"name": name, "kind": kind, "bytes": count * size, "count": count, "shape": shape})
+        same = {"name": name, "kind": kind, "where": where, "shape": shape, "count": count}
+        rows.append({**same, "bytes": count * size})
     return sorted(rows, key=lambda row: -row["bytes"])[:LARGEST]
 
 
-def _named(temporaries: Temporaries | None) -> Sequence[Value]:
-    return () if temporaries is None else temporaries.fullest
-
-
-def _name(kind: str, origin: Instruction | None) -> str:
-    """Where in the model, and which operation: "mlp, forward: dot_general"."""
-    if origin is None or not origin.scope:
-        return origin.opcode if origin else "unknown"
-    if origin.opcode == "parameter":
-        return argument_in_words(origin.scope)
-    operation = scopes.names_of(origin.scope)[-1].partition(":")[0].strip("(){} ")
-    return f"{scopes.words_of(origin.scope)}: {operation.rpartition('/')[2]}"
+def tables(section: Mapping[str, Any]) -> list[Any]:
+    """The section for a terminal."""
+    held = new_table("on each device", "bytes", "", right=["bytes", ""])
+    for what, words in (("state", "state, held between steps"), ("step", "all at the fullest moment of a step")):
+        those = [part for part in section["parts"] if part["what"] == what]
+        for part in those:
+            held.add_row(part["name"], f"{part['bytes']:,}", bytes_in_words(part["bytes"]))
+        total = sum(part["bytes"] for part in those) if what == "state" else section["total_bytes"]
+        held.add_row(words, f"{total:,}", bytes_in_words(total), style="bold", end_section=True)
+    device, reserve = section["device_bytes"], section["reserve_bytes"]
+    held.add_row("the device's memory", f"{device:,}", bytes_in_words(device))
+    held.add_row("reserve for NCCL, CUDA, fragmentation", f"{reserve:,}", bytes_in_words(reserve))
+    largest = new_table("largest then", "kind", "where", "arrays", "bytes", right=["bytes"])
+    for row in section["largest"]:
+        times = f"{row['count']} × " if row["count"] > 1 else ""
+        largest.add_row(
+            row["name"],
+            row["kind"].partition(" and ")[0],
+            row["where"],
+            f"{times}{row['shape']}",
+            bytes_in_words(row["bytes"]),
+        )
+    found = [f"{section['words']}.", "", held, "", largest]
+    if section["verdict"] != "fits":
+        found += ["", "What would shrink it:", *(f"  {remedy}" for remedy in section["remedies"])]
+    return [*found, *(f"Note: {warning}." for warning in section["warnings"])]

@@ -5,6 +5,7 @@ A loop's carry has the loop's own scope, the copy of a weight none at all; what 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from sharded_train.rehearse.hlo import Computation, Instruction, Module
@@ -20,6 +21,12 @@ PASSING = frozenset(
 STEPS = 200  # at most; what takes more goes round in a circle
 
 
+def argument_in_words(instruction: Instruction) -> str:
+    """An argument of the program by its name: "layers/mlp/up" of "state.params['layers']['mlp']['up']"."""
+    keys = re.findall(r"\['([^']+)'\]", instruction.scope)
+    return "/".join(keys) if keys and instruction.scope.startswith("state.params") else instruction.scope
+
+
 class Origins:
     """Looks up origins in one module."""
 
@@ -33,15 +40,20 @@ class Origins:
 
         A parameter of the entry is an argument of the program.
         """
+        found = self.element(name, index)
+        return found and found[0]
+
+    def element(self, name: str, index: tuple[int, ...] = ()) -> tuple[Instruction, int] | None:
+        """The same, and which element of that instruction's result (0 where it is no tuple)."""
         if name not in self._homes:
             return None
-        here, element = self._homes[name].instructions[name], index[0] if index else 0
+        here, element = self._homes[name].instructions[name], index[-1] if index else 0
         for _ in range(STEPS):
             found = self._before(here, element)
             if found is None:
                 break
             here, element = found
-        return here
+        return here, element
 
     def _before(self, here: Instruction, element: int) -> tuple[Instruction, int] | None:
         """One step back, or None where the numbers are made."""

@@ -1,0 +1,73 @@
+"""One rehearsal: a recipe and a cluster in, the compiled program's facts out."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+from sharded_train import __version__
+from sharded_train.config import to_dict
+from sharded_train.flops import flops_of_step
+from sharded_train.recipe import Recipe
+from sharded_train.rehearse import computed, hlo, memory, timeline, verdict, wires
+from sharded_train.rehearse.clusters import Cluster
+from sharded_train.rehearse.compile import PLUGINS, Compiled, compile_for, stand_ins
+from sharded_train.rehearse.wires_places import Places
+from sharded_train.show import describe
+
+HLO_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rehearsal:
+    """What a rehearsal found, and the optimised HLO that it was read from."""
+
+    facts: dict[str, Any]  # JSON values, see docs/rehearse.md
+    text: str
+
+
+def rehearse(recipe: Recipe, cluster: Cluster, progress: Callable[[str], Any] = lambda words: None) -> Rehearsal:
+    """Compile the train step of a recipe for a cluster and read it. Raises what `compile_for` raises."""
+    compiled = compile_for(recipe, cluster, progress)
+    progress("counting what it holds, sends and computes")
+    return Rehearsal(_facts(compiled), compiled.text)
+
+
+def _facts(compiled: Compiled) -> dict[str, Any]:
+    recipe, cluster, program = compiled.recipe, compiled.cluster, compiled.program
+    module = hlo.parse(compiled.text)
+    collectives, _ = wires.collectives(module, Places.of(program.mesh))
+    flops = flops_of_step(program.specs, recipe.train.global_batch_size, recipe.train.sequence_length)
+    dtype = HLO_NAMES[recipe.precision.compute_dtype.name]
+    shown = describe(recipe, stand_ins(cluster))
+    facts: dict[str, Any] = {
+        "config": to_dict(recipe),
+        "cluster": _cluster(cluster),
+        "mesh": shown["mesh"],
+        "compile": {"seconds": compiled.seconds, "options": compiled.options, "versions": _versions()},
+        "memory": memory.describe(compiled, module, collectives),
+        "wires": wires.describe(module, program.mesh),
+        "computed": computed.describe(module, flops, dtype),
+        "time": timeline.describe(module, cluster, collectives, flops, dtype),
+    }
+    facts["verdict"] = verdict.describe(facts)
+    facts["warnings"] = [*shown["warnings"], *facts["memory"]["warnings"], *facts["wires"]["warnings"]]
+    return facts
+
+
+def _cluster(cluster: Cluster) -> dict[str, Any]:
+    sizes = {"num_hosts": cluster.num_hosts, "devices_per_host": cluster.devices_per_host}
+    device = dataclasses.asdict(cluster.device)
+    return {"kind": cluster.kind, "words": cluster.words, "num_devices": cluster.num_devices, **sizes, "device": device}
+
+
+def _versions() -> dict[str, str]:
+    found = {"sharded_train": __version__}
+    for package in ("jax", "jaxlib", *PLUGINS):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
