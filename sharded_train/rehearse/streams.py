@@ -33,8 +33,8 @@ Totals = defaultdict[tuple[str, ...], float]
 class Event:
     """What a stream does from `start` on, for `seconds`.
 
-    `what` is a kernel's kind, a collective's axes, "wait" or "more" (iterations that are multiplied, not run). `place`
-    says where in the model; of a wait, for which axes and link.
+    `what` is a kernel's kind, a collective's axes, "wait" or "more" (iterations that are multiplied, not run; `shares`
+    are seconds of what they do). `place` says where in the model; of a wait, for which axes and link.
     """
 
     lane: str
@@ -43,6 +43,7 @@ class Event:
     start: float
     seconds: float
     place: str = ""
+    shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def end(self) -> float:
@@ -94,7 +95,7 @@ class Result:
 class Streams:
     """Runs one module on one kind of device.
 
-    Totals: ("kind", kind), ("kernel", computation, name), ("busy", lane), ("sent", axes, link),
+    Totals: ("kind", kind), ("kernel", computation, name), ("busy", lane), ("on", axes, lane), ("sent", axes, link),
     ("exposed", axes, link).
     """
 
@@ -181,6 +182,7 @@ class Streams:
             state.sent[lane].append((start, end, key))
             state.events.append(Event(lane, collective.name, key[0], start, seconds, collective.place))
             state.totals["busy", lane] += seconds
+            state.totals["on", key[0], lane] += seconds
             arrival = max(arrival, (end, lane, key))
         state.totals[("sent", *key)] += max(seconds_on_links(collective, self.device).values(), default=0.0)
         return arrival
@@ -217,12 +219,17 @@ def _repeat(state: State, times: int, began: float, totals: Totals, name: str) -
     seconds = times * (state.now - began)
     added = {key: total - totals[key] for key, total in state.totals.items()}
     label = f"{times:,} more iterations of {name}"
+    shares = {key[1]: times * total for key, total in added.items() if key[0] == "kind" and total > 0}
+    for key, total in added.items():
+        if key[0] == "exposed" and total > 0:
+            shares[f"wait {key[1]}"] = shares.get(f"wait {key[1]}", 0.0) + times * total
     if seconds > 0:
-        state.events.append(Event(COMPUTE, label, "more", state.now, seconds))
+        state.events.append(Event(COMPUTE, label, "more", state.now, seconds, shares=shares))
     for lane in LANES:
         if added.get(("busy", lane)):
             start = max(state.now, state.free[lane])
-            state.events.append(Event(lane, label, "more", start, seconds))
+            carried = {key[1]: times * total for key, total in added.items() if key[0] == "on" and key[2] == lane}
+            state.events.append(Event(lane, label, "more", start, seconds, shares=carried))
             state.sent[lane] = [(a + seconds, b + seconds, key) for a, b, key in state.sent[lane]]
             state.free[lane] += seconds
     for key, total in added.items():

@@ -88,7 +88,7 @@ def _kernels(module: Module, streams: Streams, result: Result) -> list[dict[str,
         _, computation, name = key
         cost = streams.costs[computation, name]
         instruction = module.computations[computation].instructions[name]
-        what = _what(name) if cost.kind == "other" else KINDS[cost.kind]
+        what = kernel_words(name) if cost.kind == "other" else KINDS[cost.kind]
         row = rows.setdefault((words_of(instruction.scope), what, cost.bound), Counter())
         row["seconds"] += seconds  # type: ignore[assignment]
         row["runs"] += round(seconds / cost.seconds)
@@ -99,7 +99,7 @@ def _kernels(module: Module, streams: Streams, result: Result) -> list[dict[str,
     ]
 
 
-def _what(name: str) -> str:
+def kernel_words(name: str) -> str:
     """A kernel by the kind of its fusion: "loop_transpose_fusion.4" is "transpose"."""
     stem = name.rstrip("0123456789.").removesuffix(".clone").removesuffix("_fusion")
     for prefix in ("loop_", "input_", "wrapped_"):
@@ -112,11 +112,12 @@ def exposed_seconds(section: Mapping[str, Any]) -> float:
     return sum(row["exposed"] for row in section["exposed"])
 
 
-def seconds_in_words(seconds: float) -> str:
-    """0.0123 -> "12.3 ms"."""
+def seconds_in_words(seconds: float, digits: int = 4) -> str:
+    """0.0123 -> "12.30 ms"; with fewer than 4 digits without trailing zeros."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= 0.9995 * size:
-            return f"{seconds / size:#.4g} {unit}" if seconds < 1000 else f"{seconds:,.0f} s"
+            words = f"{seconds / size:#.4g}" if digits == 4 else f"{round(seconds / size, digits):g}"
+            return f"{words} {unit}" if seconds < 1000 else f"{seconds:,.0f} s"
     return f"{seconds / 1e-6:.2g} µs" if seconds else "0 s"
 
 

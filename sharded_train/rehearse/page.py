@@ -1,0 +1,182 @@
+"""A rehearsal as one HTML page that needs nothing else: no network, no script, pictures drawn in place.
+
+The page says what the terminal's tables say, with pictures, in the order in which one asks: the verdict, does it fit,
+what crosses which wire, what is computed, how long. All text is escaped.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sharded_train.rehearse import computed, page_time, page_wires
+from sharded_train.rehearse.page_bars import Part, bar, legend
+from sharded_train.rehearse.page_parts import figure, heading, paragraph, table
+from sharded_train.rehearse.page_style import STYLE, series
+from sharded_train.rehearse.timeline import exposed_seconds, seconds_in_words
+from sharded_train.show_tables import bytes_in_words, flops_in_words
+
+LOOKS = {"fits": "good", "does not fit": "bad"}  # of the verdict; anything else is close
+LARGEST = 12  # arrays in the table of the largest
+
+
+def page(facts: Mapping[str, Any], title: str) -> str:
+    """The whole page from the facts of a rehearsal; `title` is what was rehearsed, such as the config's file."""
+    body = "\n".join(
+        [
+            *_head(facts, title),
+            *_memory(facts["memory"]),
+            *page_wires.section(facts["wires"], facts["time"]),
+            *_computed(facts["computed"]),
+            *page_time.section(facts["time"]),
+            *_foot(facts),
+        ]
+    )
+    return document(f"Rehearsal: {title}", body)
+
+
+def document(title: str, body: str) -> str:
+    """An HTML document of ours around `body`."""
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n"
+        "</body>\n</html>\n"
+    )
+
+
+def _head(facts: Mapping[str, Any], title: str) -> Iterator[str]:
+    sizes = " × ".join(f"{axis} {size:,}" for axis, size in facts["mesh"]["sizes"].items() if size > 1)
+    yield f"<h1>Rehearsal: {html.escape(title)}</h1>"
+    mesh = f", as {sizes}" if sizes else ""
+    yield paragraph(
+        f"The real train step, compiled for {facts['cluster']['words']}{mesh}. No GPU was there: all on this page is "
+        "read from the compiled program.",
+        css="lede",
+    )
+    look = LOOKS.get(facts["memory"]["verdict"], "close")
+    yield f'<div class="verdict {look}">{paragraph(facts["verdict"]["words"])}</div>'
+    yield f'<div class="tiles">{"".join(_tiles(facts))}</div>'
+    if len(facts["verdict"]["tries"]) > 1:
+        rows = [(each["what"], seconds_in_words(each["seconds"]), each["why"]) for each in facts["verdict"]["tries"]]
+        yield "<details><summary>What to try, and what it could save at most</summary>"
+        yield table(("to try", "saves at most", "why"), rows, right=(1,))
+        yield "</details>"
+    for warning in facts["warnings"]:
+        yield f'<div class="warning">{html.escape(warning)}</div>'
+
+
+def _tiles(facts: Mapping[str, Any]) -> Iterator[str]:
+    time, memory = facts["time"], facts["memory"]
+    waiting = exposed_seconds(time) / time["step_seconds"] if time["step_seconds"] else 0.0
+    tiles = {
+        "a step, at least": seconds_in_words(time["step_seconds"]),
+        "model FLOPs utilisation (MFU), at most": f"{100 * time['mfu']:.1f} %",
+        "tokens a second on each device, at most": f"{time['tokens_per_second_per_device']:,.0f}",
+        f"of each device's {bytes_in_words(memory['device_bytes'])}": bytes_in_words(memory["total_bytes"]),
+        "of the step waits for communication": f"{100 * waiting:.0f} %",
+    }
+    for name, value in tiles.items():
+        yield f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
+
+
+def _memory(section: Mapping[str, Any]) -> Iterator[str]:
+    yield heading("Does it fit?")
+    yield paragraph(section["words"])
+    parts = [
+        Part(part["name"], part["bytes"], bytes_in_words(part["bytes"]), series(i))
+        for i, part in enumerate(section["parts"])
+    ]
+    device, reserve = section["device_bytes"], section["reserve_bytes"]
+    marks = {f"usable {bytes_in_words(device - reserve)}": device - reserve}
+    yield figure(
+        bar(parts, device, reserve=reserve, marks=marks) + legend(parts),
+        f"One device's memory, {bytes_in_words(device)}. Hatched: what is left to NCCL, the CUDA context and "
+        "fragmentation. Pale: free.",
+    )
+    rows = [(part.name, part.words, f"{100 * part.amount / device:.1f} %") for part in parts]
+    total = section["total_bytes"]
+    rows.append(("together", bytes_in_words(total), f"{100 * total / device:.1f} %"))
+    yield table(("what", "bytes", "of the device"), rows, right=(1, 2), total=True)
+    if section["largest"]:
+        yield "<h3>The largest live arrays</h3>"
+        arrays = [
+            (each["name"], each["shape"], bytes_in_words(each["bytes"]), each["kind"], each["where"])
+            for each in section["largest"][:LARGEST]
+        ]
+        yield table(("array", "shape", "bytes", "kind", "where"), arrays, right=(2,))
+    if section["remedies"]:
+        yield "<h3>What would shrink them</h3>"
+        yield f"<ul>{''.join(f'<li>{html.escape(words)}</li>' for words in section['remedies'])}</ul>"
+
+
+COLOURS = {  # of the sum of FLOPs; the model's own is first
+    computed.REMATERIALISED: "var(--data)",
+    computed.AGAIN: "var(--attention)",
+    computed.HIDDEN: "var(--wait)",
+    computed.REST: "var(--other)",
+}
+
+
+def _computed(section: Mapping[str, Any]) -> Iterator[str]:
+    yield heading("What is computed?")
+    yield paragraph(
+        f"One step is {flops_in_words(section['products'])} of matrix products and attention on each device; the model "
+        f"needs {flops_in_words(section['model'])} of them."
+    )
+    parts = [
+        Part(what, flops, flops_in_words(flops), COLOURS.get(what, "var(--products)"))
+        for what, flops in section["explained"].items()
+        if flops > 0
+    ]
+    total = sum(part.amount for part in parts)
+    shares = page_time.with_shares(parts, total)
+    yield figure(bar(parts, total) + legend(shares), "What the model needs, and what the program computes beyond.")
+    kinds = [(kind, flops_in_words(n), _percent(n, section["products"])) for kind, n in section["by_kind"].items()]
+    yield table(("kind", "FLOPs a step", "share"), kinds, right=(1, 2))
+    places = [
+        (row["part"], ", ".join(row["kinds"]), f"{row['runs']:,}", flops_in_words(row["flops"]))
+        for row in section["by_part"]
+    ]
+    yield "<h3>Where</h3>"
+    yield table(("part of the model", "as", "runs", "FLOPs a step"), places, right=(2, 3))
+    if section["fallbacks"]:
+        yield "<h3>Products in a wider type than asked for</h3>"
+        wide = [
+            (row["kind"], row["asked"], row["part"], row["shapes"], f"{row['runs']:,}", flops_in_words(row["flops"]))
+            for row in section["fallbacks"]
+        ]
+        yield table(("computed in", "asked for", "where", "factors", "runs", "FLOPs a step"), wide, right=(4, 5))
+    yield paragraph(section["convention"], css="soft")
+    for remark in computed.remarks(section):
+        yield f'<div class="warning">{html.escape(remark)}</div>'
+
+
+def _foot(facts: Mapping[str, Any]) -> Iterator[str]:
+    yield heading("How this was made")
+    compile_facts = facts["compile"]
+    rows = [(name, str(value)) for name, value in compile_facts["versions"].items()]
+    rows += [(f"compiler option {name}", str(value)) for name, value in compile_facts["options"].items()]
+    rows += [(f"seconds: {name}", f"{value:.1f}") for name, value in compile_facts["seconds"].items()]
+    yield table(("", ""), rows)
+    device = facts["cluster"]["device"]
+    peaks = [(f"peak {name}", f"{flops_in_words(peak)}/s") for name, peak in device["peaks"].items()]
+    rates = [
+        ("memory bandwidth", _rate(device["memory_bandwidth"])),
+        ("NVLink, each direction", _rate(device["nvlink_bandwidth"])),
+        ("network, each direction", _rate(device["network_bandwidth"])),
+        ("latency of a collective over NVLink", seconds_in_words(device["nvlink_latency"])),
+        ("latency over the network", seconds_in_words(device["network_latency"])),
+    ]
+    yield f"<h3>One device: {html.escape(device['name'])}</h3>"
+    yield table(("", "at most"), [*peaks, *rates], right=(1,))
+    yield "<footer>Made by sharded-train rehearse.</footer>"
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:,.0f} GB/s"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else ""

@@ -1,0 +1,108 @@
+"""The page's section about time: what a step is made of, its timeline, and one turn of each loop close up."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from sharded_train.rehearse.page_bars import Part, bar, legend
+from sharded_train.rehearse.page_parts import figure, heading, link_title, paragraph, table
+from sharded_train.rehearse.page_style import colour_of_axes
+from sharded_train.rehearse.page_timeline import loop_words, timeline
+from sharded_train.rehearse.timeline import KINDS, seconds_in_words
+
+CLOSE_UPS = 4  # loops of which one turn is drawn
+KERNELS = 20  # rows in the table of kernels
+
+
+def section(time: Mapping[str, Any]) -> Iterator[str]:
+    """The section's HTML, from the section "time" of the facts."""
+    step = time["step_seconds"]
+    yield heading("How long, at best?")
+    yield paragraph(
+        f"At least {seconds_in_words(step)}, so an MFU of at most {100 * time['mfu']:.1f} % of {time['peak_words']}."
+    )
+    parts = list(_parts(time))
+    yield figure(bar(parts, step) + legend(with_shares(parts, step)), "What one step is made of.")
+    yield "<h3>The step from its first kernel to its last</h3>"
+    yield figure(timeline(time, 0.0, step, loops=True) + _legend(time), OVERVIEW)
+    loops = list(_innermost(time))
+    for loop, runs in loops[:CLOSE_UPS]:
+        seconds = runs * loop["steady"]
+        name = loop_words(time, loop)
+        yield f"<h3>Close up: one {html.escape(name)}</h3>"
+        caption = (
+            f"{seconds_in_words(loop['steady'])}, {runs:,} times a step: {100 * seconds / step:.0f} % of it. "
+            "Hover over a block for its name."
+        )
+        start = loop["steady_start"]
+        yield figure(timeline(time, start, start + loop["steady"], loops=False), caption)
+    yield "<h3>Kernels, the longest first</h3>"
+    rows = [
+        (
+            row["part"],
+            row["what"],
+            row["bound"],
+            f"{row['runs']:,}",
+            seconds_in_words(row["seconds"]),
+            f"{100 * row['seconds'] / step:.1f} %",
+        )
+        for row in time["kernels"][:KERNELS]
+    ]
+    yield table(("of", "what", "bound by", "runs", "time a step", "share"), rows, right=(3, 4, 5))
+    yield paragraph(time["bound"], css="soft")
+    for note in time["notes"]:
+        yield paragraph(note, css="soft")
+
+
+OVERVIEW = (
+    "Above, the loops. Of each the first turns are drawn one by one, the others as one block in which heights are "
+    "shares of time. Striped red: the device computes nothing and waits, for a link in the colour of its axis."
+)
+
+
+def _parts(time: Mapping[str, Any]) -> Iterator[Part]:
+    for kind, seconds in time["compute"].items():
+        yield Part(KINDS[kind], seconds, seconds_in_words(seconds), f"var(--{kind})")
+    for row in time["exposed"]:
+        if row["exposed"] > 0.001 * time["step_seconds"]:
+            name = f"waiting for {link_title(row['axes'], row['link'])}"
+            colour = colour_of_axes(row["axes"])
+            yield Part(name, row["exposed"], seconds_in_words(row["exposed"]), colour, waiting=True)
+
+
+def with_shares(parts: Sequence[Part], whole: float) -> list[Part]:
+    """The parts with their amounts in their names, for a legend."""
+    return [
+        dataclasses.replace(part, name=f"{part.name}: {part.words}, {100 * part.amount / whole:.0f} %")
+        for part in parts
+    ]
+
+
+def _legend(time: Mapping[str, Any]) -> str:
+    kinds = [Part(words, 0, "", f"var(--{kind})") for kind, words in KINDS.items()]
+    axes = [
+        Part(axes, 0, "", colour_of_axes(axes)) for axes in sorted({row["axes"] for row in time["exposed"]}) if axes
+    ]
+    return legend([*kinds, *axes, Part("waiting", 0, "", "var(--free)", waiting=True)])
+
+
+def _innermost(time: Mapping[str, Any]) -> Sequence[tuple[Mapping[str, Any], int]]:
+    """The last run drawn of each loop that holds no other, with its turns a step; those that take longest first."""
+    loops = time["loops"]
+    found: dict[str, tuple[Mapping[str, Any], int]] = {}
+    for loop in loops:
+        around = [other for other in loops if _within(loop, other)]
+        if not any(_within(other, loop) for other in loops):
+            runs = loop["trips"]
+            for name in {other["name"] for other in around}:
+                runs *= next(other["trips"] for other in around if other["name"] == name)
+            found[loop["name"]] = loop, runs
+    return sorted(found.values(), key=lambda each: -each[1] * each[0]["steady"])
+
+
+def _within(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> bool:
+    """Whether a run of a loop lies in a run of another."""
+    return bool(outer["level"] < inner["level"] and outer["start"] <= inner["start"] and inner["end"] <= outer["end"])
