@@ -58,7 +58,8 @@ def _recipe(args: argparse.Namespace, overrides: list[str], *, start: bool = Tru
     Checked as far as it can be without devices; JAX is started only after that, unless `start` says that no device is
     needed. The verbs check the rest.
     """
-    from sharded_train import recipe, workdir
+    with launch.quiet_plugin():
+        from sharded_train import recipe, workdir
 
     if args.config is not None:
         asked = recipe.load(args.config, overrides)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from sharded_train import gpu_flags
 from sharded_train import recipe as recipes
 from sharded_train import workdir as layout
 from sharded_train.checkpoint import Checkpointer, CheckpointError
@@ -22,6 +23,7 @@ from sharded_train.step import Program, TrainState
 def program_of(recipe: Recipe) -> Program:
     """The program of a recipe on all devices. Raises ConfigError with everything that does not fit them."""
     recipes.check(recipe, jax.device_count())
+    gpu_flags.check(jax.devices()[0].platform)
     return recipes.program_on(recipe, build_mesh(recipe.mesh))
 
 

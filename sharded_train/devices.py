@@ -25,6 +25,7 @@ import dataclasses
 from collections.abc import Mapping
 
 MICROSECOND = 1e-6
+RESERVE_FRACTION = 0.08  # of the memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Device:
     shared_memory_per_block: int  # at most, when a kernel asks for it
     nvlink_latency: float = 7.2 * MICROSECOND
     network_latency: float = 9.3 * MICROSECOND
-    reserve_fraction: float = 0.08  # of the memory
+    reserve_fraction: float = RESERVE_FRACTION
 
     @property
     def reserve(self) -> int:

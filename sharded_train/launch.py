@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import os
 import re
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
+from sharded_train.devices import RESERVE_FRACTION
 from sharded_train.errors import ConfigError
+
+NOISE = (b"cudart_stub.cc", b"All log messages before absl::InitializeLog()")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -50,15 +57,22 @@ def start(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> 
     """Choose the devices and join the other processes, if there are any. Nothing may have used a device before."""
     import jax
 
+    # What a rehearsal leaves to NCCL and CUDA is left to them in training too; JAX itself would leave a quarter.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{1 - RESERVE_FRACTION:.2f}")
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
     if args.cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.cpu_devices)
+    elif has_plugin() and not _has_driver() and not platforms:
+        jax.config.update("jax_platforms", "cpu")  # else JAX tries the plugin and tells at length why it cannot
     if args.coordinator is not None:
         _keep_stdout()
         jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
         return
     launcher = launched_by(environ)
     if launcher is None and not args.distributed:
+        with quiet_plugin():
+            jax.devices()
         return
     _say(f"joining the other processes: {launcher or '--distributed'}", environ)
     _keep_stdout()
@@ -76,6 +90,41 @@ def without_gpu() -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
+    with quiet_plugin():
+        jax.devices()
+
+
+def has_plugin() -> bool:
+    """Whether JAX's CUDA plugin is installed, with or without CUDA."""
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None for version in (12, 13))
+
+
+def _has_driver() -> bool:
+    """Whether there is a driver of NVIDIA's, /dev/dxg being WSL's."""
+    return any(Path(path).exists() for path in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg"))
+
+
+@contextlib.contextmanager
+def quiet_plugin() -> Iterator[None]:
+    """Drops the lines by which the CUDA plugin of jax 0.10 says, each time it is loaded, that there is no GPU.
+
+    They are written from C++ before any setting could silence them. All else that is written meanwhile comes after.
+    """
+    if not has_plugin() or _has_driver():
+        yield
+        return
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            held.seek(0)
+            os.write(2, b"".join(line for line in held if not any(words in line for words in NOISE)))
 
 
 def _keep_stdout() -> None:

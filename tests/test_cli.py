@@ -34,7 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], d
     """What the verbs' functions were called with; they return 7."""
     made: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
     for verb in VERBS:
-        module = types.ModuleType(f"sharded_train.{verb}{'_verb' * (verb in ('data', 'schedule'))}")
+        module = types.ModuleType(f"sharded_train.{verb}{'_verb' * (verb in ('data', 'rehearse', 'schedule'))}")
 
         def function(*args: Any, _verb: str = verb, **options: Any) -> int:
             made.append((_verb, args, options))
