@@ -161,6 +161,7 @@ def png(schedule: Schedule, costs: Costs, timing: Timing, title: str, path: Path
     """The chart as a PNG image; ConfigError where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ImportError as error:
         raise ConfigError(
             "--png needs matplotlib, which the extra `notebooks` brings (pip install 'sharded-train[notebooks]'); "
@@ -173,5 +174,9 @@ def png(schedule: Schedule, costs: Costs, timing: Timing, title: str, path: Path
         look: dict[str, Any] = {"color": COLOURS[bar.kind], "alpha": fade, "edgecolor": "white", "linewidth": 0.3}
         axes.barh(bar.stage, bar.end - bar.begin, left=bar.begin, height=0.85, **look)
     axes.set(title=title, xlabel="time", ylabel="stage", xlim=(0, timing.time))
+    kinds = range(2 if schedule.weights is None else 3)
+    handles = [Patch(color=COLOURS[kind], label=f"{KINDS[kind]} {WORDS[kind]}") for kind in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+    axes.set_yticks(range(schedule.num_stages))
     axes.invert_yaxis()
     figure.savefig(path, dpi=120)

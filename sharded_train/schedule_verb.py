@@ -152,8 +152,8 @@ def _numbers(facts: Mapping[str, Any]) -> Table:
     useful = f"{facts['sends_useful']} of {facts['sends']} are used"
     table.add_row("sends of a stage", str(2 * facts["num_ticks"]), "", f"two a tick; of all stages' {useful}")
     buffers = facts["buffers"]
-    words = ", ".join(f"{n} {kind}" for kind, n in buffers.items() if n)
-    table.add_row("slots of a stage", str(sum(buffers.values())), "", f"{words}: on the stage that needs most")
+    words = ", ".join(f"{kind} {n}" for kind, n in buffers.items() if n)
+    table.add_row("slots of a stage", str(sum(buffers.values())), "", f"{words}; the stage that needs most")
     if "bytes_per_send" in facts:
         table.add_row("bytes sent a tick", bytes_in_words(facts["bytes_per_tick"]), "", "by a stage, both ways")
         table.add_row("bytes sent a step", bytes_in_words(facts["bytes_per_step"]), "", "by a stage, both ways")

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.schedules import single_operations
 from sharded_train.errors import ConfigError
 from sharded_train.schedules.build import SCHEDULES, make
 from sharded_train.schedules.check import check, check_slots
@@ -119,36 +120,8 @@ def test_zero_bubble_has_at_most_a_third_of_the_bubble_of_1f1b() -> None:
             assert idle("zero_bubble") <= idle("1f1b") / 3 + 1e-9
 
 
-def single_operations(p: int, m: int) -> Schedule:
-    """1F1B as the literature draws it: every tick one forward or one backward."""
-    end = 2 * (m + p - 1)
-    forward, backward = (np.full((end, p), NONE, np.int32) for _ in range(2))
-    orders = [["F"] * min(m, p - s) for s in range(p)]
-    for order in orders:
-        while order.count("B") < m:
-            order += ["B"] + ["F"] * (order.count("F") < m)
-    done, ticks = [{"F": 0, "B": 0} for _ in range(p)], 0
-    ready: dict[tuple[str, int, int], int] = {}
-    while any(orders):
-        for s in range(p):
-            if not orders[s]:
-                continue
-            kind = orders[s][0]
-            mb = done[s][kind]
-            needs = [("F", mb, s - 1)] * (s > 0) if kind == "F" else [("B", mb, s + 1)] * (s < p - 1)
-            if all(ready.get(need, end) < ticks for need in needs):
-                (forward if kind == "F" else backward)[ticks, s] = mb
-                ready[kind, mb, s] = ticks
-                done[s][kind] += 1
-                orders[s].pop(0)
-        ticks += 1
-    claimed = np.stack([np.minimum(m, p - np.arange(p)), np.zeros(p, int)])
-    return Schedule("single", p, m, 1, forward[:ticks], backward[:ticks], None, claimed)
-
-
 def test_ticks_are_not_time() -> None:
     schedule = single_operations(8, 64)
-    check(schedule)
     check_slots(schedule, slots(schedule))
     ideal = lambda costs: neighbours(make("1f1b", 8, 64), costs).time
     equal, twice = Costs.even(8, 1, 1, 1, 0), Costs.even(8, 1, 1, 2, 0)
