@@ -7,7 +7,7 @@ what crosses which wire, what is computed, how long. All text is escaped.
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sharded_train.rehearse import computed, page_time, page_wires
@@ -15,10 +15,12 @@ from sharded_train.rehearse.page_bars import Part, bar, legend
 from sharded_train.rehearse.page_parts import figure, heading, paragraph, table
 from sharded_train.rehearse.page_style import STYLE, series
 from sharded_train.rehearse.timeline import exposed_seconds, seconds_in_words
+from sharded_train.rehearse.verdict import sentence
 from sharded_train.show_tables import bytes_in_words, flops_in_words
 
 LOOKS = {"fits": "good", "does not fit": "bad"}  # of the verdict; anything else is close
 LARGEST = 12  # arrays in the table of the largest
+TINY = 0.005  # of the memory in use, below which a part has no colour of its own
 
 
 def page(facts: Mapping[str, Any], title: str) -> str:
@@ -83,11 +85,8 @@ def _tiles(facts: Mapping[str, Any]) -> Iterator[str]:
 
 def _memory(section: Mapping[str, Any]) -> Iterator[str]:
     yield heading("Does it fit?")
-    yield paragraph(section["words"])
-    parts = [
-        Part(part["name"], part["bytes"], bytes_in_words(part["bytes"]), series(i))
-        for i, part in enumerate(section["parts"])
-    ]
+    yield paragraph(sentence(section["words"]))
+    parts = _shown(section["parts"], section["total_bytes"])
     device, reserve = section["device_bytes"], section["reserve_bytes"]
     marks = {f"usable {bytes_in_words(device - reserve)}": device - reserve}
     yield figure(
@@ -95,7 +94,10 @@ def _memory(section: Mapping[str, Any]) -> Iterator[str]:
         f"One device's memory, {bytes_in_words(device)}. Hatched: what is left to NCCL, the CUDA context and "
         "fragmentation. Pale: free.",
     )
-    rows = [(part.name, part.words, f"{100 * part.amount / device:.1f} %") for part in parts]
+    rows = [
+        (part["name"], bytes_in_words(part["bytes"]), f"{100 * part['bytes'] / device:.1f} %")
+        for part in section["parts"]
+    ]
     total = section["total_bytes"]
     rows.append(("together", bytes_in_words(total), f"{100 * total / device:.1f} %"))
     yield table(("what", "bytes", "of the device"), rows, right=(1, 2), total=True)
@@ -109,6 +111,16 @@ def _memory(section: Mapping[str, Any]) -> Iterator[str]:
     if section["remedies"]:
         yield "<h3>What would shrink them</h3>"
         yield f"<ul>{''.join(f'<li>{html.escape(words)}</li>' for words in section['remedies'])}</ul>"
+
+
+def _shown(parts: Sequence[Mapping[str, Any]], total: int) -> list[Part]:
+    """The parts of memory for the bar, the tiny ones as one."""
+    large = [part for part in parts if part["bytes"] >= TINY * total]
+    shown = [
+        Part(part["name"], part["bytes"], bytes_in_words(part["bytes"]), series(i)) for i, part in enumerate(large)
+    ]
+    rest = total - sum(part["bytes"] for part in large)
+    return [*shown, Part("small ones", rest, bytes_in_words(rest), "var(--soft)")] if rest else shown
 
 
 COLOURS = {  # of the sum of FLOPs; the model's own is first

@@ -43,8 +43,6 @@ def section(wires: Mapping[str, Any], time: Mapping[str, Any]) -> Iterator[str]:
     yield paragraph(
         "Solid: carried while kernels run. Striped red: computing stands still until it arrives.", css="soft"
     )
-    for warning in wires["warnings"]:
-        yield f'<div class="warning">{html.escape(warning)}</div>'
     yield "<h3>The collectives</h3>"
     rows = list(_rows(wires["collectives"]))
     yield table(COLUMNS, rows[:ROWS], right=(4, 6))

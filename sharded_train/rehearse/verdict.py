@@ -16,6 +16,7 @@ from sharded_train.show_tables import bytes_in_words, new_table
 
 WORTH = 0.01  # of a step: what saves less is not worth a line
 MOST = 5  # things to try
+MUCH = 2**20  # bytes sent in a step, below which their dtype does not matter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ def tables(section: Mapping[str, Any]) -> list[Any]:
 
 
 def _fits(memory: Mapping[str, Any]) -> str:
-    return f"{memory['words'].rstrip('.')}."
+    return sentence(memory["words"])
 
 
 def _remedies(memory: Mapping[str, Any]) -> str:
@@ -135,11 +136,24 @@ def _less_of(axes: list[str], link: str, facts: Mapping[str, Any]) -> str:
             "tensor inside a host (mesh.order)" if link != "NVLink" else "a smaller mesh.tensor, data taking the rest"
         )
     if "data" in axes:
-        stage = facts["config"].get("zero", {}).get("stage", 0)
-        if stage >= 2:
-            return "fewer microbatches, a lower zero.stage, or a zero.group_size within a host"
-        return "a larger global batch, over which the gradients are sent once"
+        return ", or ".join(_less_of_data(facts))
     return f"a smaller mesh.{axes[0]}, or its neighbours inside a host (mesh.order)"
+
+
+def _less_of_data(facts: Mapping[str, Any]) -> Iterator[str]:
+    """What this config could change about what data parallelism sends."""
+    zero, num_microbatches = facts["config"]["zero"], facts["config"]["train"]["num_microbatches"]
+    wide = [row for row in facts["wires"]["totals"] if row["op"] != "all-gather" and row["dtype"] == "f32"]
+    sums = sum(row["wire_bytes"] for row in wide if "data" in row["axes"])
+    if zero["stage"] == 3:
+        yield "zero.stage = 2 or lower"
+    if zero["stage"] >= 2 and num_microbatches > 1:
+        yield f"fewer microbatches than {num_microbatches:,}"
+    if sums > MUCH and zero["reduce_dtype"] == "float32":
+        yield f"zero.reduce_dtype = bfloat16 (half of {in_gib(sums)} of sums)"
+    if zero["stage"] and zero["group_size"] is None and facts["mesh"]["links"]["data"]["kind"] == "both":
+        yield f"zero.group_size = {facts['mesh']['links']['data']['per_host']}, inside a host"
+    yield "a larger global batch"
 
 
 def _flops_why(flops: int, work: Mapping[str, Any], what: str) -> str:
@@ -153,3 +167,8 @@ def _percent(part: float, whole: float) -> str:
 def in_gib(n: float) -> str:
     """Bytes in words, of a sum that may not be whole."""
     return bytes_in_words(round(n))
+
+
+def sentence(words: str) -> str:
+    """The words with a capital and a full stop."""
+    return f"{words[:1].upper()}{words[1:].rstrip('.')}."
