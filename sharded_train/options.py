@@ -12,7 +12,10 @@ from sharded_train import launch
 from sharded_train.config import split_arguments
 from sharded_train.devices import DEVICES
 
-COSTS = "time of a stage's forward, backward of inputs, of weights (default 1,1,1; 1,2,1 with full rematerialisation)"
+COSTS = (
+    "time of a stage's forward, backward of inputs, of weights, and of both in one go if not the sum (default 1,1,1; "
+    "1,2,1 with full rematerialisation)"
+)
 
 
 def add_common(parser: argparse.ArgumentParser, needs: Sequence[str], *, has_devices: bool = True) -> None:
@@ -83,11 +86,11 @@ def add_own(parser: argparse.ArgumentParser, verb: str) -> None:
 
 
 def _costs(text: str) -> tuple[float, ...]:
-    """F,B,W: positive, but a backward may be all in B."""
+    """F,B,W or F,B,W,BW: positive, but a backward may be all in B."""
     number = _at_least(float, 0)
     costs = tuple(map(number, text.split(",")))
-    if len(costs) != 3 or min(costs[:2]) == 0:
-        raise argparse.ArgumentTypeError(f"wanted F,B,W: three numbers, the first two above 0, got {text!r}")
+    if len(costs) not in (3, 4) or min(*costs[:2], *costs[3:]) == 0:
+        raise argparse.ArgumentTypeError(f"wanted F,B,W or F,B,W,BW, numbers of which W alone may be 0, got {text!r}")
     return costs
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import StringIO
 from json import dumps
 from pathlib import Path
@@ -18,7 +18,7 @@ from sharded_train.errors import ConfigError
 from sharded_train.schedule_picture import draw, legend, png, svg
 from sharded_train.schedules.build import default_chunks, make
 from sharded_train.schedules.costs import Costs
-from sharded_train.schedules.remarks import remarks, whole_stages
+from sharded_train.schedules.remarks import remarks
 from sharded_train.schedules.simulate import asynchronous, in_flight, neighbours, useful_sends
 from sharded_train.schedules.slots import slots
 from sharded_train.schedules.table import Schedule
@@ -40,14 +40,15 @@ def schedule(
     stages: int,
     microbatches: int,
     chunks: int | None = None,
-    costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    costs: Sequence[float] = (1.0, 1.0, 1.0),
     activation_bytes: int | None = None,
     pictures: Mapping[str, Path] | None = None,
     json: bool = False,
 ) -> int:
     """Print a schedule's picture and numbers, or its tables as JSON; write `pictures`: "svg", "html", "png" to paths.
 
-    `costs` are F, B and W of a whole stage, in any unit of time; `activation_bytes` what one send carries.
+    `costs` are F, B, W and perhaps B and W together of a whole stage, in any unit of time; `activation_bytes` what one
+    send carries.
     """
     pictures = pictures or {}
     for path in pictures.values():
@@ -66,14 +67,18 @@ def schedule(
     return 0
 
 
-def describe(schedule: Schedule, costs: Costs, activation_bytes: int | None = None) -> dict[str, Any]:
+def describe(
+    schedule: Schedule, costs: Costs, activation_bytes: int | None = None, one_chunk: Costs | None = None
+) -> dict[str, Any]:
     """What a schedule costs, in values that JSON can hold. Times are in the unit of the costs, `sends` are of a step.
 
     `in_flight` (forward to backward) and `kept` (backward to weights) are, per stage, in whole stages' worth of a
-    microbatch; `buffers` are slots per stage, each of which holds one activation (`kept`: of all layers of a chunk).
+    microbatch. `buffers` are slots per stage; one holds an activation, one of `kept` at least two, the chunk's input
+    and its output's cotangent. `one_chunk` are the costs of 1F1B, where its layers are split otherwise.
     """
+    one_chunk = one_chunk or costs.whole_stages()
     timing, held, needed = neighbours(schedule, costs), in_flight(schedule) / schedule.num_chunks, slots(schedule)
-    one = neighbours(make("1f1b", schedule.num_stages, schedule.num_microbatches), whole_stages(costs))
+    one = neighbours(make("1f1b", schedule.num_stages, schedule.num_microbatches), one_chunk)
     sends = 2 * schedule.num_ticks * schedule.num_stages
     facts: dict[str, Any] = {
         "schedule": schedule.name,
@@ -81,7 +86,7 @@ def describe(schedule: Schedule, costs: Costs, activation_bytes: int | None = No
         "num_microbatches": schedule.num_microbatches,
         "num_chunks": schedule.num_chunks,
         "num_ticks": schedule.num_ticks,
-        "costs": {kind: getattr(costs, kind).tolist() for kind in ("forward", "backward", "weights")},
+        "costs": {kind: getattr(costs, kind).tolist() for kind in vars(costs)},
         "time": timing.time,
         "time_asynchronous": asynchronous(schedule, costs),
         "time_1f1b": one.time,
@@ -96,13 +101,14 @@ def describe(schedule: Schedule, costs: Costs, activation_bytes: int | None = No
         },
         "sends": sends,
         "sends_useful": useful_sends(schedule),
-        "remarks": remarks(schedule, costs),
+        "remarks": remarks(schedule, costs, one_chunk),
     }
     if activation_bytes is not None:
         facts["bytes_per_send"] = activation_bytes
         facts["bytes_per_tick"] = 2 * activation_bytes
         facts["bytes_per_step"] = 2 * schedule.num_ticks * activation_bytes
-        facts["buffer_bytes"] = (needed.num_inputs + needed.num_cotangents) * activation_bytes
+        num_held = needed.num_inputs + needed.num_cotangents + 2 * needed.num_kept
+        facts["buffer_bytes"] = num_held * activation_bytes
     return facts
 
 
@@ -147,17 +153,22 @@ def _numbers(facts: Mapping[str, Any]) -> Table:
     table.add_row("bubble", f"{facts['bubble']:.1%}", f"{facts['bubble_1f1b']:.1%}", "of the stages' time is idle")
     if facts["time_asynchronous"] < facts["time"] * (1 - 1e-9):
         asynchronous = f"{facts['time_asynchronous']:.4g}"
-        table.add_row("time without waiting for sends", asynchronous, "", "the same order of work, data alone awaited")
+        table.add_row("time without waiting", asynchronous, "", "if stages waited for data only, not for sends")
     table.add_row("ticks", str(facts["num_ticks"]), str(facts["num_microbatches"] + 2 * facts["num_stages"] - 2), "")
     useful = f"{facts['sends_useful']} of {facts['sends']} are used"
     table.add_row("sends of a stage", str(2 * facts["num_ticks"]), "", f"two a tick; of all stages' {useful}")
     buffers = facts["buffers"]
     words = ", ".join(f"{kind} {n}" for kind, n in buffers.items() if n)
-    table.add_row("slots of a stage", str(sum(buffers.values())), "", f"{words}; the stage that needs most")
+    table.add_row("slots of a stage", str(sum(buffers.values())), "", words)
     if "bytes_per_send" in facts:
         table.add_row("bytes sent a tick", bytes_in_words(facts["bytes_per_tick"]), "", "by a stage, both ways")
         table.add_row("bytes sent a step", bytes_in_words(facts["bytes_per_step"]), "", "by a stage, both ways")
-        table.add_row("bytes of the slots", bytes_in_words(facts["buffer_bytes"]), "", "of inputs and cotangents")
+        table.add_row(
+            "bytes of the slots",
+            bytes_in_words(facts["buffer_bytes"]),
+            "",
+            "kept counts twice: input and cotangent",
+        )
     return table
 
 

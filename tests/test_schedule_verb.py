@@ -142,8 +142,8 @@ def test_without_matplotlib(
         ("--stages=4 --microbatches=8 --schedule=interleaved --chunks=1", "give it 2 chunks or more, or choose 1f1b"),
         ("--stages=4 --microbatches=0", "--microbatches: wanted int of at least 1, got '0'"),
         ("--stages=4.5 --microbatches=8", "--stages: wanted int of at least 1, got '4.5'"),
-        ("--stages=4 --microbatches=8 --costs=1,2", "wanted F,B,W: three numbers"),
-        ("--stages=4 --microbatches=8 --costs=0,2,1", "the first two above 0"),
+        ("--stages=4 --microbatches=8 --costs=1,2", "wanted F,B,W or F,B,W,BW, numbers of which W alone may be 0"),
+        ("--stages=4 --microbatches=8 --costs=0,2,1", "W alone may be 0"),
         ("--stages=4 --microbatches=8 --costs=1,nan,1", "wanted float of at least 0, got 'nan'"),
         ("--stages=4 --microbatches=8 --config.mesh.pipeline=4", "--config.mesh.pipeline=4: schedule has no config"),
         ("--stages=4 --microbatches=8 --chunk=2", "--chunk=2: no such option; did you mean --chunks?"),
@@ -165,6 +165,7 @@ def test_what_is_refused(argv: str, words: str, capsys: pytest.CaptureFixture[st
         ("--stages=8 --microbatches=4", "4 microbatches on 8 stages: the stages are never all at work"),
         ("--stages=4 --microbatches=32 --schedule=gpipe", "1f1b takes the same time with at most 7"),
         ("--stages=4 --microbatches=32 --schedule=zero_bubble --costs=1,2,0", "nothing is gained with these costs"),
+        ("--stages=4 --microbatches=32 --schedule=zero_bubble --costs=1,2,3,3", "and 1f1b 140: with these costs it is"),
     ],
 )
 def test_what_works_badly_says_so(argv: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

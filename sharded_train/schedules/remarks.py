@@ -10,30 +10,22 @@ from sharded_train.schedules.simulate import in_flight, neighbours
 from sharded_train.schedules.table import Schedule
 
 
-def whole_stages(costs: Costs) -> Costs:
-    """The costs with all chunks of a stage as one."""
-    parts = (costs.forward, costs.backward, costs.weights)
-    return Costs(*(part.sum(1, keepdims=True) for part in parts))
+def remarks(schedule: Schedule, costs: Costs, one_chunk: Costs | None = None) -> list[str]:
+    """Sentences, each with its numbers; none where there is nothing to say.
 
-
-def time_of_1f1b(schedule: Schedule, costs: Costs) -> float:
-    """Simulated time of 1F1B with the same stages, microbatches and work."""
-    other = make("1f1b", schedule.num_stages, schedule.num_microbatches)
-    return neighbours(other, whole_stages(costs)).time
-
-
-def remarks(schedule: Schedule, costs: Costs) -> list[str]:
-    """Sentences, each with its numbers; none where there is nothing to say."""
+    `one_chunk` are the costs with one chunk a stage, where layers are split otherwise then.
+    """
     p, m, name = schedule.num_stages, schedule.num_microbatches, schedule.name
+    one_chunk = one_chunk or costs.whole_stages()
     timing, found = neighbours(schedule, costs), []
-    other = time_of_1f1b(schedule, costs)
+    other = neighbours(make("1f1b", p, m), one_chunk).time
     if timing.time > other * (1 + 1e-9):
         found.append(
             f"{name} takes {timing.time:.4g} and 1f1b {other:.4g}: with these costs it is "
             f"{timing.time / other - 1:.1%} slower"
         )
     if m < p:
-        better = neighbours(make("1f1b", p, 4 * p), whole_stages(costs)).bubble
+        better = neighbours(make("1f1b", p, 4 * p), one_chunk).bubble
         found.append(
             f"{m} microbatches on {p} stages: the stages are never all at work, and the bubble is {timing.bubble:.0%}; "
             f"1f1b with {4 * p} microbatches has {better:.0%}"

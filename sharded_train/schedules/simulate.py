@@ -37,7 +37,7 @@ class Timing:
 def work(schedule: Schedule, costs: Costs) -> np.ndarray:
     """Time `[kind, tick, stage]` of the forwards, backwards and weights of each tick."""
     if schedule.weights is None:
-        parts = [(schedule.forward, costs.forward), (schedule.backward, costs.backward + costs.weights)]
+        parts = [(schedule.forward, costs.forward), (schedule.backward, costs.together)]
     else:
         weights = (schedule.weights, costs.weights)
         parts = [(schedule.forward, costs.forward), (schedule.backward, costs.backward), weights]
