@@ -15,7 +15,7 @@ SHELL := bash
 .SUFFIXES:
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-all lint format setup setup-dev constraints clean same-environment
+.PHONY: help train test test-all lint format setup setup-dev setup-rehearse constraints clean same-environment
 
 # An NVIDIA GPU that can be used from here: driver and device node are present, or (as on WSL) its tool answers.
 FIND_GPU = { [ -d /proc/driver/nvidia ] && ls /dev/nvidia[0-9]*; } >/dev/null 2>&1 \
@@ -41,7 +41,7 @@ endif
 
 help:  ## this list
 	@echo 'make TARGET, one of:'
-	@sed -n -E 's/^([a-z-]+):.*  ## (.*)/  \1\t\2/p' Makefile | expand -t 16
+	@sed -n -E 's/^([a-z-]+):.*  ## (.*)/  \1\t\2/p' Makefile | expand -t 18
 	@echo 'with, if wanted:'
 	@echo '  ARGS="..."          options for the command that a target runs, e.g. make test ARGS="-k mesh -x"'
 	@echo '  PYTHON=python3.12   the Python to use, 3.11 to 3.13 (now: the first that fits)'
@@ -71,6 +71,8 @@ format: setup-dev  ## format the code and apply the linter's safe fixes
 setup: $(VENV)/.installed-$(ACCELERATOR)  ## install what training needs
 
 setup-dev: $(VENV)/.installed-dev  ## install what tests and checks need
+
+setup-rehearse: $(VENV)/.installed-rehearse  ## install what `sharded-train rehearse` compiles with; no GPU needed
 
 constraints:  ## pin anew what pyproject.toml asks for (needs uv; ARGS=--upgrade for newer versions)
 	uv pip compile pyproject.toml --universal --python-version 3.11 --all-extras --strip-extras --no-annotate \
@@ -106,11 +108,14 @@ $(VENV)/.made:
 	fi; \
 	pwd > $@
 
-# .installed-cpu is the package alone, .installed-EXTRA the package with that extra.
+# .installed-cpu is the package alone, .installed-EXTRA the package with that extra. Tests compile for GPUs as well, with
+# the plugin that there is: two of them in one environment would be in each other's way.
+extras = $(if $(filter dev,$1),dev$(if $(wildcard $(VENV)/.installed-cuda13),,$(comma)rehearse),$1)
+comma := ,
 $(VENV)/.installed-%: $(VENV)/.made pyproject.toml constraints.txt | same-environment
 	@echo 'Installing sharded-train for $* and the packages it needs, as pinned in constraints.txt, with $(INSTALLER):'
-	@echo '$(if $(filter cuda%,$*),3 to 5 GB to download the first time: several minutes.,about 250 MB to download the first time: one to three minutes.)'
-	@SECONDS=0; set -o pipefail; what='.$(if $(filter cpu,$*),,[$*])'; \
+	@echo '$(if $(filter cuda%,$*),3 to 5 GB to download the first time: several minutes.,about $(if $(filter dev rehearse,$*),450,250) MB to download the first time: one to three minutes.)'
+	@SECONDS=0; set -o pipefail; what='.$(if $(filter cpu,$*),,[$(call extras,$*)])'; \
 	progress='s/^ *((Downloading|Using cached) .*[0-9] MB\).*)/  \1/p; s/^Installing collected.*/  Installing them/p'; \
 	if [ $(INSTALLER) = uv ]; then \
 		uv pip install --python $(VENV)/bin/python --compile-bytecode --constraint constraints.txt --editable "$$what"; \

@@ -1,0 +1,127 @@
+"""Clusters that are not there: what names and files mean, what is refused, and that XLA reads every target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sharded_train import compat, launch
+from sharded_train.devices import DEVICES, PEAKS
+from sharded_train.errors import ConfigError
+from sharded_train.rehearse.clusters import parse
+
+FILE = """
+kind = "h100"
+hosts = 16
+devices_per_host = 4
+network_bandwidth = 12.5e9
+[peaks]
+bf16 = 8e14
+"""
+
+
+def refused(text: str) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        parse(text)
+    return raised.value.problems
+
+
+def test_a_kind_and_sizes() -> None:
+    cluster = parse("h100:8x4")
+    assert (cluster.num_hosts, cluster.devices_per_host, cluster.num_devices) == (8, 4, 32)
+    assert cluster.words == "32 × NVIDIA H100 80GB HBM3: 8 hosts of 4"
+    assert cluster.device is DEVICES["h100"]
+    assert parse("gb200:1x72").words == "72 × NVIDIA GB200: one host of 72"
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_numbers_are_in_the_order_that_hardware_has(kind: str) -> None:
+    device = DEVICES[kind]
+    peaks = device.peaks
+    assert peaks["fp32"] < peaks["tf32"] < peaks["bf16"] == peaks["fp16"] <= peaks["fp8"]
+    assert device.network_bandwidth < device.nvlink_bandwidth < device.memory_bandwidth
+    assert 0 < device.nvlink_latency < device.network_latency < 1e-4
+    assert 0.05 * device.memory < device.reserve < 0.1 * device.memory
+    assert device.name.partition("-")[0].split()[1] in PEAKS  # the same peak in training's MFU
+    assert PEAKS[device.name.partition("-")[0].split()[1]] == peaks["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("h10:8x8", "h10 is no kind of GPU; did you mean h100? known are h100, h200, a100, b200, gb200, or file:"),
+        ("tpu:8x8", "tpu is no kind of GPU; known are"),
+        ("", "known are"),
+        ("h100", "wanted KIND:HOSTSxDEVICES, such as h100:8x8"),
+        ("h100:8", "wanted KIND:HOSTSxDEVICES"),
+        ("h100:0x8", "wanted KIND:HOSTSxDEVICES"),
+        ("h100:8x8x8", "wanted KIND:HOSTSxDEVICES"),
+        ("h100:1x16", "NVLink joins at most 8 NVIDIA H100 80GB HBM3; as many devices on more hosts: 2x8"),
+        ("h100:1x14", "as many devices on more hosts: 2x7"),
+        ("h100:100000x8", "100000 hosts x 8 = 800000 devices; at most"),
+        ("file:no_such.toml", "no_such.toml: cannot be read: No such file"),
+    ],
+)
+def test_what_is_refused(text: str, words: str) -> None:
+    (problem,) = refused(text)
+    assert words in problem
+
+
+def test_a_file_that_starts_from_a_kind(tmp_path: Path) -> None:
+    path = tmp_path / "ours.toml"
+    path.write_text(FILE)
+    cluster = parse(f"file:{path}")
+    assert (cluster.kind, cluster.num_hosts, cluster.devices_per_host) == (str(path), 16, 4)
+    assert cluster.device.network_bandwidth == 12.5e9
+    assert cluster.device.peaks == {**DEVICES["h100"].peaks, "bf16": 8e14}
+    assert cluster.device.memory == DEVICES["h100"].memory
+
+
+def test_everything_wrong_in_a_file_is_said_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(
+        'kind = "h100"\nhosts = 0\nmemry = 5\nmemory = -1\nnetwork_bandwidth = "fast"\nreserve_fraction = 1.5\n'
+        'compute_capability = 9.0\nname = "a\\"b"\n[peaks]\nbf61 = 1.0\nfp8 = 0\n'
+    )
+    problems = refused(f"file:{path}")
+    assert all(problem.startswith(f"{path}: ") for problem in problems)
+    said = "\n".join(problems)
+    for words in (
+        "hosts = 0: must be a whole number of at least 1",
+        "devices_per_host = None",
+        "memry: no such key; did you mean memory?",
+        "memory = -1: must be a whole number",
+        "network_bandwidth = 'fast': must be a number above 0",
+        "reserve_fraction = 1.5: must be at least 0 and below 1",
+        'compute_capability = 9.0: must be such as "9.0", in quotes',
+        "name = 'a\"b': must be a name",
+        "peaks.bf61: no such key; did you mean bf16?",
+        "peaks.fp8 = 0: must be a number above 0",
+    ):
+        assert words in said
+    assert len(problems) == 10
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("hosts = ", "is no TOML"),
+        ('kind = "h10"\nhosts = 1\ndevices_per_host = 1', "kind = 'h10': no kind of GPU; did you mean h100?"),
+        ("hosts = 1\ndevices_per_host = 1\nmemory = 5", "missing: name, memory_bandwidth, peaks, nvlink_bandwidth"),
+        ('kind = "h100"\nhosts = 1\ndevices_per_host = 16', "NVLink joins at most 8"),
+    ],
+)
+def test_files_that_cannot_be(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "spec.toml"
+    path.write_text(text)
+    (problem,) = refused(f"file:{path}")
+    assert words in problem
+
+
+@pytest.mark.skipif(not launch.has_plugin(), reason="JAX's CUDA plugin is not installed: make setup-rehearse")
+@pytest.mark.parametrize("kind", DEVICES)
+def test_xla_makes_devices_of_every_kind(kind: str) -> None:
+    devices = compat.compile_only_devices(parse(f"{kind}:3x2").target, 3, 2)
+    assert [device.process_index for device in devices] == [0, 0, 1, 1, 2, 2]
+    assert {device.device_kind for device in devices} == {DEVICES[kind].name}
