@@ -23,7 +23,7 @@ from typing import Any
 from sharded_train.rehearse.hlo import Computation, Instruction, Module, Shape, bits_of, unquoted
 from sharded_train.rehearse.opcodes import ARITHMETIC, CALLING, PRODUCTS, REDUCTIONS, WITHOUT_FLOPS
 
-CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$groupedMatmul", "__cudnn$blockScaledDot")
+CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul")  # and "...$f8"
 CUDNN_ATTENTION = "__cudnn$fmha"
 CUSTOM_WITHOUT_FLOPS = ("AllocateBuffer", "CreateBuffer", "Pin", "Unpin", "MoveToHost", "MoveToDevice", "__nop")
 UNARY = frozenset(["bitcast", "reshape", "copy", "convert", "transpose", "slice", "dynamic-slice", "get-tuple-element"])
@@ -33,7 +33,7 @@ UNARY = frozenset(["bitcast", "reshape", "copy", "convert", "transpose", "slice"
 class Product:
     """A matrix product, or a kernel of several that are attention. FLOPs are those of one execution.
 
-    `dtype` is the widest of its factors, `from_dtype` the narrowest that they were before conversion, `precision` what
+    `dtype` is the widest of its factors, `from_dtype` the narrowest that one was before conversion, `precision` what
     it asks of fp32 factors ("highest" is full fp32, else TF32); `hidden` are FLOPs on pairs that a causal mask hides,
     `again` those of scores computed again within the kernel.
     """
@@ -84,24 +84,27 @@ def format_of(dtype: str, precision: str = "default") -> str:
 
 def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
     """What one execution of an instruction computes, with all that a fusion or a call holds; loops are `walk`'s."""
-    opcode = instruction.opcode
-    if opcode in CALLING:
+    if instruction.opcode in CALLING:
         return _sum(_in(module, called, (computation, instruction)) for called in module.called(instruction)[:1])
+    return _one(module, computation, instruction, ())
+
+
+Callers = tuple[tuple[Computation, Instruction], ...]
+
+
+def _one(module: Module, computation: Computation, instruction: Instruction, callers: Callers) -> Work:
+    """What an instruction that calls nothing computes."""
+    opcode = instruction.opcode
     if opcode == "custom-call":
-        return _custom_call(module, computation, instruction)
+        return _custom_call(module, computation, instruction, callers)
     if opcode in PRODUCTS:
-        return Work(products=(_dot(module, computation, instruction, ()),))
+        return Work(products=(_dot(module, computation, instruction, callers),))
     if opcode in ARITHMETIC:
         return Work(other_flops=instruction.shapes[0].size)
     if opcode in REDUCTIONS:
         taken = computation.operands(instruction)[: len(instruction.shapes)]
         return Work(other_flops=sum(operand.shapes[0].size for operand in taken))
-    if opcode in WITHOUT_FLOPS:
-        return Work()
-    return Work(unknown=(opcode,))
-
-
-Callers = tuple[tuple[Computation, Instruction], ...]
+    return Work() if opcode in WITHOUT_FLOPS else Work(unknown=(opcode,))
 
 
 def _in(module: Module, computation: Computation, *callers: tuple[Computation, Instruction]) -> Work:
@@ -112,10 +115,8 @@ def _in(module: Module, computation: Computation, *callers: tuple[Computation, I
             if instruction.opcode in CALLING:
                 for called in module.called(instruction)[:1]:
                     yield _in(module, called, *callers, (computation, instruction))
-            elif instruction.opcode in PRODUCTS:
-                yield Work(products=(_dot(module, computation, instruction, callers),))
             else:
-                yield work_of(module, computation, instruction)
+                yield _one(module, computation, instruction, callers)
 
     return _sum(each())
 
@@ -162,7 +163,7 @@ def _product(
         factors=(lhs, rhs),
         result=instruction.shapes[0],
         dtype=max(lhs.dtype, rhs.dtype, key=bits_of),
-        from_dtype=max(sources, key=bits_of),
+        from_dtype=min(sources, key=bits_of),
         flops=2 * lhs.size * free,
         precision=precision,
         attention=by == "XLA" and bool(dims["lhs_batch"]) and _is_scores(instruction),
@@ -206,42 +207,38 @@ def _narrowest(module: Module, computation: Computation, instruction: Instructio
     return narrowest
 
 
-def _custom_call(module: Module, computation: Computation, instruction: Instruction) -> Work:
+def _custom_call(module: Module, computation: Computation, instruction: Instruction, callers: Callers) -> Work:
     target = unquoted(instruction.attributes.get("custom_call_target", ""))
-    if target.startswith(CUBLAS):
-        return Work(products=(_cublas(module, computation, instruction),))
-    if target.startswith(CUDNN_ATTENTION):
-        return Work(products=(_cudnn_attention(computation, instruction, backward="Backward" in target),))
-    if target.startswith(CUSTOM_WITHOUT_FLOPS):
-        return Work()
-    return Work(unknown=(f"custom-call {target}",))
-
-
-def config_of(instruction: Instruction, key: str) -> Mapping[str, Any]:
-    """A part of an instruction's `backend_config`, empty where it has none."""
     try:
-        return json.loads(instruction.attributes.get("backend_config", "{}")).get(key, {})  # type: ignore[no-any-return]
-    except json.JSONDecodeError:
-        return {}
+        if target.startswith(CUBLAS):
+            return Work(products=(_cublas(module, computation, instruction, callers),))
+        if target.startswith(CUDNN_ATTENTION):
+            return Work(products=(_cudnn_attention(computation, instruction, backward="Backward" in target),))
+    except (KeyError, ValueError) as error:
+        return Work(unknown=(f"custom-call {target} ({type(error).__name__}: {error})",))
+    return Work() if target.startswith(CUSTOM_WITHOUT_FLOPS) else Work(unknown=(f"custom-call {target}",))
 
 
-def _cublas(module: Module, computation: Computation, instruction: Instruction) -> Product:
-    config = config_of(instruction, "gemm_backend_config")
-    config = config.get("gemm_backend_config", config)  # within that of a grouped product
-    numbers = config.get("dot_dimension_numbers", {})
+def _config(instruction: Instruction, key: str) -> Mapping[str, Any]:
+    """A part of an instruction's `backend_config`. Raises KeyError or ValueError where it is not as expected."""
+    return json.loads(instruction.attributes["backend_config"])[key]  # type: ignore[no-any-return]
+
+
+def _cublas(module: Module, computation: Computation, instruction: Instruction, callers: Callers) -> Product:
+    config = _config(instruction, "gemm_backend_config")
+    numbers = config["dot_dimension_numbers"]
     dims = {
-        f"{side}_{kind}": tuple(map(int, numbers.get(f"{side}_{kind}_dimensions", ())))
+        f"{side}_{kind}": tuple(map(int, numbers[f"{side}_{kind}_dimensions"]))
         for side in ("lhs", "rhs")
         for kind in ("contracting", "batch")
     }
     asked = config.get("precision_config", {}).get("operand_precision", [])
-    return _product(
-        module, computation, instruction, (), dims, "cuBLAS", "highest" if "HIGHEST" in asked else "default"
-    )
+    precision = "highest" if "HIGHEST" in asked else "default"
+    return _product(module, computation, instruction, callers, dims, "cuBLAS", precision)
 
 
 def _cudnn_attention(computation: Computation, instruction: Instruction, backward: bool) -> Product:
-    config = config_of(instruction, "cudnn_fmha_backend_config")
+    config = _config(instruction, "cudnn_fmha_backend_config")
     batch, heads, queries, keys = (int(n) for n in config["intermediate_tensor_shape"]["dimensions"])
     q, k = (operand.shapes[0] for operand in computation.operands(instruction)[:2])
     all_pairs = batch * heads * queries * keys

@@ -51,10 +51,15 @@ def traffic_of(module: Module, computation: Computation, instruction: Instructio
     if opcode == "scatter":
         updates = sum(shape.bytes for shape in operands[len(instruction.shapes) + 1 :])
         return Traffic(2 * updates + operands[len(instruction.shapes)].bytes, updates)
-    results = instruction.shapes
-    if opcode == "custom-call" and len(results) > 1 and results[-1].dtype in ("s8", "u8"):
-        results = results[:-1]  # room to work in
-    return Traffic(sum(shape.bytes for shape in operands), sum(shape.bytes for shape in results))
+    results = sum(shape.bytes for shape in instruction.shapes)
+    return Traffic(sum(shape.bytes for shape in operands), results - _workspace(instruction))
+
+
+def _workspace(instruction: Instruction) -> int:
+    """Bytes of the room to work in that a call of a library has as the last of its results."""
+    last = instruction.shapes[-1:]
+    is_room = instruction.opcode == "custom-call" and len(instruction.shapes) > 1 and last[0].dtype in ("s8", "u8")
+    return last[0].bytes if is_room else 0
 
 
 def _results(body: Computation) -> tuple[str, ...]:
@@ -72,10 +77,18 @@ def _updated(body: Computation, name: str) -> Instruction | None:
 
 
 def _written(body: Computation, name: str) -> int:
-    update = _updated(body, name)
+    update, made = _updated(body, name), body.instructions[name]
+    if made.opcode == "get-tuple-element" and _is_workspace(body, made):
+        return 0
     if update is None:
-        return sum(shape.bytes for shape in body.instructions[name].shapes)
+        return sum(shape.bytes for shape in made.shapes) - _workspace(made)
     return sum(operand.shapes[0].bytes for operand in _updates(body, update))
+
+
+def _is_workspace(body: Computation, element: Instruction) -> bool:
+    """Whether an element of a tuple is the room to work in of a library's call."""
+    call = body.operands(element)[0]
+    return _workspace(call) > 0 and int(element.attributes["index"]) == len(call.shapes) - 1
 
 
 def _updates(body: Computation, update: Instruction) -> list[Instruction]:

@@ -7,6 +7,7 @@ hosts, the others within one). Each file is NAME-JAXVERSION.txt; paths of the ma
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -23,7 +24,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sharded_train import compat
+from sharded_train import compat, gpu_flags
 from sharded_train.rehearse import clusters
 
 CLUSTER = clusters.parse("h100:2x4")
@@ -65,18 +66,34 @@ def overlap(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     return lax.psum_scatter(second, "tensor", scatter_dimension=0, tiled=True)
 
 
+def products(x: jax.Array, w: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
+    """Products in FP8, in fp32, in e5m2, which cuBLAS lacks; attention with both masks; one computed again."""
+    fp8, fp32 = jnp.float8_e4m3fn, jnp.float32
+    in_fp8 = lax.dot(x.astype(fp8), w.astype(fp8), preferred_element_type=fp32) * 0.5
+    exact = lax.dot(x.astype(fp32), w.astype(fp32), precision="highest")
+
+    narrow = lambda operand: operand.astype(jnp.float8_e5m2)
+    fallen = lax.map(lambda rows: lax.dot(narrow(rows), narrow(w), preferred_element_type=fp32), x.reshape(2, 64, 512))
+    attend = functools.partial(jax.nn.dot_product_attention, key=k, value=v, implementation="cudnn")
+    causal = jax.grad(lambda q: jnp.sum(attend(q, is_causal=True).astype(fp32) ** 2))(q)
+    seen = attend(q, mask=jnp.tril(jnp.full((1, 1, 256, 256), x[0, 0] > 0)))
+    again = jax.grad(jax.checkpoint(lambda w: jnp.sum(jnp.sin(x @ w).astype(fp32))))(w)
+    return [in_fp8, exact, fallen, causal, seen, again]
+
+
 def compile_text(mesh: Mesh, function: Callable[..., Any], out: P, *inputs: tuple[tuple[int, ...], Any, P]) -> str:
     """The optimised program of `function`, manual over the mesh."""
     local = jax.shard_map(function, mesh=mesh, in_specs=tuple(spec for *_, spec in inputs), out_specs=out)
     avals = [jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)) for shape, dtype, spec in inputs]
-    text = jax.jit(local).lower(*avals).compile().as_text()
+    with compat.cudnn_assumed():
+        text = jax.jit(local).lower(*avals).compile(compiler_options=gpu_flags.options("gpu")).as_text()
     assert text is not None
     return text
 
 
 def clean(text: str) -> str:
     """Without paths and without what only fills the page."""
-    text = re.sub(rf'{NOISE}(?:"[^"]*"|\[\]|\{{[^}}]*\}}|false|true),?', "", text)
+    text = re.sub(rf'{NOISE}(?:"[^"]*"|\[\]|\{{[^}}]*\}}|false|true),?', "", text).replace("},}", "}}")
     text = re.sub(r' scheduling_name="[^"]*"| end_line=\d+ column=\d+ end_column=\d+|, backend_config=\{\}', "", text)
     return re.sub(r'"[^"\n]*/([\w.\-]+\.py)"', r'"\1"', text)
 
@@ -107,6 +124,14 @@ def main() -> None:
             ((8192, 4096), bf16, P(("data", "sequence"))),
             ((4096, 4096), bf16, P(None, "tensor")),
             ((2048, 4096), bf16, P("data", "tensor")),
+        ),
+        "products": compile_text(
+            mesh,
+            products,
+            P(),
+            ((128, 512), bf16, P()),
+            ((512, 256), bf16, P()),
+            *[((2, 256, heads, 64), bf16, P()) for heads in (4, 2, 2)],
         ),
     }
     for name, text in texts.items():
