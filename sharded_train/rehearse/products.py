@@ -4,9 +4,11 @@ A product of `[m, k]` by `[k, n]` is 2 m k n FLOPs, whether it stands as `dot`, 
 of cuBLAS or cuDNN, whose `backend_config` holds the dims. Attention by cuDNN, with heads of size D:
 
 - forward 2 products of 2 D FLOPs a pair, backward 5, of which the first computes the scores again: flash attention
-  keeps none (Dao 2023, arXiv:2307.08691, algorithm 2).
+  keeps none (Dao 2023, arXiv:2307.08691, algorithm 2);
 - under a causal mask T (T + 1) / 2 pairs, counted once as in `flops`; a mask that comes as a bias is unknown to the
   kernel, which works through all T^2 pairs.
+
+Plain attention by XLA is dots or calls of cuBLAS in a scope "scores".
 
 Everything else counts one FLOP for each element that an arithmetic operation gives, or that a reduction takes.
 """
@@ -22,6 +24,7 @@ from typing import Any
 
 from sharded_train.rehearse.hlo import Computation, Instruction, Module, Shape, bits_of, unquoted
 from sharded_train.rehearse.opcodes import ARITHMETIC, CALLING, PRODUCTS, REDUCTIONS, WITHOUT_FLOPS
+from sharded_train.rehearse.scopes import names_of, phase_of
 
 CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul")  # and "...$f8"
 CUDNN_ATTENTION = "__cudnn$fmha"
@@ -60,7 +63,7 @@ class Product:
     def kind(self) -> str:
         """What it is counted as: the format that the tensor cores multiply in, or attention."""
         if self.attention:
-            return f"attention by {self.by}"
+            return f"attention by {'cuDNN' if self.by == 'cuDNN' else 'XLA'}"
         return f"products in {format_of(self.dtype, self.precision)}"
 
 
@@ -156,23 +159,22 @@ def _product(
     taken = set(dims["rhs_contracting"]) | set(dims["rhs_batch"])
     free = math.prod(n for i, n in enumerate(rhs.dims) if i not in taken)
     sources = [_narrowest(module, computation, operand, callers) for operand in operands]
+    scope = next((each.scope for each in (instruction, *(caller for _, caller in callers[::-1])) if each.scope), "")
+    flops, attention = 2 * lhs.size * free, "scores" in names_of(scope)
+    backward = attention and phase_of(scope) == "backward"
     return Product(
         name=instruction.name,
-        scope=instruction.scope,
+        scope=scope,
         by=by,
         factors=(lhs, rhs),
         result=instruction.shapes[0],
         dtype=max(lhs.dtype, rhs.dtype, key=bits_of),
         from_dtype=min(sources, key=bits_of),
-        flops=2 * lhs.size * free,
+        flops=flops,
         precision=precision,
-        attention=by == "XLA" and bool(dims["lhs_batch"]) and _is_scores(instruction),
+        attention=attention,
+        again=flops // 5 if backward else 0,  # one of five products
     )
-
-
-def _is_scores(instruction: Instruction) -> bool:
-    """Whether a batch of products is attention's: one that XLA splits by its sum ("split-K") has a name of XLA's."""
-    return "attention" in instruction.scope and instruction.name.startswith("dot_general")
 
 
 def _narrowest(module: Module, computation: Computation, instruction: Instruction, callers: Callers) -> str:
