@@ -16,9 +16,9 @@ from rich.text import Text
 
 from sharded_train.errors import ConfigError
 from sharded_train.schedule_picture import draw, legend, png, svg
+from sharded_train.schedule_remarks import remarks
 from sharded_train.schedules.build import default_chunks, make
 from sharded_train.schedules.costs import Costs
-from sharded_train.schedules.remarks import remarks
 from sharded_train.schedules.simulate import asynchronous, in_flight, neighbours, useful_sends
 from sharded_train.schedules.slots import slots
 from sharded_train.schedules.table import Schedule

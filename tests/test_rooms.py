@@ -16,7 +16,8 @@ ROOMS = {
     "model": "ops models",
     "step": "optimizer local gradients step flops equivalence",
     "run": "data checkpoint workdir metrics devices peak recipe recipe_checks recipe_warnings assemble report stopping "
-    "memory train evaluate generate show show_tables data_verb data_rows schedule_verb schedule_picture rehearse "
+    "memory train evaluate generate show show_tables data_verb data_rows schedule_verb schedule_picture "
+    "schedule_remarks rehearse "
     "rehearse_verb",
     "entry": "launch options __main__",
 }

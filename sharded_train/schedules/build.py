@@ -42,7 +42,7 @@ def interleaved(p: int, m: int, v: int, costs: Costs) -> Schedule:
     """
     if v == 1:
         raise ConfigError("interleaved with 1 chunk a stage is 1f1b: give it 2 chunks or more, or choose 1f1b")
-    return _rounds("interleaved", p, m, v)
+    return rounds("interleaved", p, m, v)
 
 
 def zero_bubble(p: int, m: int, v: int, costs: Costs) -> Schedule:
@@ -51,7 +51,7 @@ def zero_bubble(p: int, m: int, v: int, costs: Costs) -> Schedule:
     Costs decide where they go. What the backward leaves for them, every layer's inputs and cotangents, is held for at
     most 2 p - 1 items. References: Qi et al. 2023, "Zero bubble pipeline parallelism".
     """
-    return filled(_rounds("zero_bubble", p, m, v), costs)
+    return filled(rounds("zero_bubble", p, m, v), costs)
 
 
 SCHEDULES: dict[str, Callable[[int, int, int, Costs], Schedule]] = {
@@ -85,7 +85,7 @@ def _one_chunk(name: str, v: int) -> None:
         )
 
 
-def _rounds(name: str, p: int, m: int, v: int) -> Schedule:
+def rounds(name: str, p: int, m: int, v: int) -> Schedule:
     """Microbatches go through all chunks in groups, because a microbatch is back at the first stage after p ticks.
 
     Groups have p microbatches, or g, a few more, where p does not divide m: that costs no time, but
