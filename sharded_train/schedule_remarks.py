@@ -27,7 +27,7 @@ def remarks(schedule: Schedule, costs: Costs, one_chunk: Costs | None = None) ->
     if m < p:
         better = neighbours(make("1f1b", p, 4 * p), one_chunk).bubble
         found.append(
-            f"{m} microbatches on {p} stages: the stages are never all at work, and the bubble is {timing.bubble:.0%}; "
+            f"{m} microbatch{'es' * (m > 1)} on {p} stages: the stages are never all at work, and the bubble is {timing.bubble:.0%}; "
             f"1f1b with {4 * p} microbatches has {better:.0%}"
         )
     if name == "gpipe" and m > 2 * p - 1:
