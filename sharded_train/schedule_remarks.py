@@ -27,8 +27,8 @@ def remarks(schedule: Schedule, costs: Costs, one_chunk: Costs | None = None) ->
     if m < p:
         better = neighbours(make("1f1b", p, 4 * p), one_chunk).bubble
         found.append(
-            f"{m} microbatch{'es' * (m > 1)} on {p} stages: the stages are never all at work, and the bubble is {timing.bubble:.0%}; "
-            f"1f1b with {4 * p} microbatches has {better:.0%}"
+            f"{m} microbatch{'es' * (m > 1)} on {p} stages: the stages are never all at work, and the bubble is "
+            f"{timing.bubble:.0%}; 1f1b with {4 * p} microbatches has {better:.0%}"
         )
     if name == "gpipe" and m > 2 * p - 1:
         found.append(f"gpipe holds {m} microbatches in flight; 1f1b takes the same time with at most {2 * p - 1}")
