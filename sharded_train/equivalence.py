@@ -49,6 +49,7 @@ class Layout:
     group: int | None = None  # data ranks that share one copy of the state
     num_microbatches: int = 1
     remat: Remat = "none"
+    overlap: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -56,7 +57,10 @@ class Layout:
 
     def __str__(self) -> str:
         group = f"in{self.group}" if self.group else ""
-        return f"data{self.data}-tensor{self.tensor}-zero{self.zero}{group}-micro{self.num_microbatches}-{self.remat}"
+        return (
+            f"data{self.data}-tensor{self.tensor}-zero{self.zero}{group}-micro{self.num_microbatches}-{self.remat}"
+            + ("-overlap" if self.overlap else "")
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +74,9 @@ class Measurement:
 
 def program(model: DecoderConfig, layout: Layout, *, recipe: Literal["fp32", "bf16"] = "fp32", **train: Any) -> Program:
     """A program whose optimizer is SGD with learning rate 1: Adam hides a gradient that is k times too large."""
+    steps = dataclasses.replace(
+        ONE_STEP, num_microbatches=layout.num_microbatches, remat=layout.remat, overlap=layout.overlap
+    )
     return build_program(
         model,
         build_mesh(MeshConfig(data=layout.data, tensor=layout.tensor), jax.devices()[: layout.num_devices]),
@@ -77,7 +84,7 @@ def program(model: DecoderConfig, layout: Layout, *, recipe: Literal["fp32", "bf
         precision=PrecisionConfig(recipe),
         optimizer=SGD(),
         schedule=Constant(1.0),
-        train=dataclasses.replace(ONE_STEP, num_microbatches=layout.num_microbatches, remat=layout.remat, **train),
+        train=dataclasses.replace(steps, **train),
     )
 
 

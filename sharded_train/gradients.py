@@ -1,16 +1,17 @@
 """The loss and its gradients on one device of the mesh, microbatch by microbatch.
 
-A microbatch is one pass: embedding, layers and head forward, then back, by explicit vjps. Where weights are gathered
-and gradients reduce-scattered over `data` is ZeRO's stage, and both happen layer by layer inside the passes, so that
-the network works while the layers are multiplied:
+A microbatch is one pass: embedding, layers and head forward, then back, by explicit vjps. ZeRO's stage is where weights
+are gathered and gradients settled (reduced to where the shards lie) over `data`. To hide both behind products they
+are done layer by layer inside the passes:
 
-| stage | weights of the layers               | their gradients                                                 |
-|-------|-------------------------------------|-----------------------------------------------------------------|
-| 0, 1  | gathered in the first forward pass, | summed locally; the last backward pass reduce-scatters the sums |
-| 2     | kept for the others                 | every backward pass reduce-scatters its own                     |
-| 3     | gathered in every pass              | every backward pass reduce-scatters its own                     |
+| stage | the layers' weights are gathered                 | and their gradients settled                       |
+|-------|--------------------------------------------------|---------------------------------------------------|
+| 0, 1  | in the first forward pass, and kept (0: nothing) | in the last backward pass, with all passes' sums  |
+| 2     | in the first forward pass, and kept              | in every backward pass                            |
+| 3     | in every pass, forward and back                  | in every backward pass                            |
 
-Weights outside the layers are gathered once a step under 0 to 2, once a microbatch under 3.
+Without overlap 0 to 2 gather before the first pass, and 0 and 1 settle after the last, which is less to compile. What
+lies outside the layers is gathered at the beginning and settled at the end: of the step, under 3 of every pass.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharded_train import compat
-from sharded_train.local import Batch, Local, Loss, Microbatch, outside_layers
+from sharded_train.local import Batch, Local, Loss, Microbatch
 from sharded_train.models import stack
 from sharded_train.models.stack import Source
 from sharded_train.params import Tree
+from sharded_train.sharding import is_placement
+
+FP32 = jnp.dtype(jnp.float32)
 
 
 class Held(NamedTuple):
@@ -49,10 +53,10 @@ def loss_and_grads(local: Local, shards: Tree, batch: Batch, key: jax.Array) -> 
     passes = _Passes(local, shards, key, num_tokens)
     if local.plan.zero.stage == 3:
         nll, grads = passes.gathering_always(microbatches)
-    elif local.streams and local.plan.zero.stage > 0:
-        nll, grads = passes.gathering_once(microbatches)
+    elif local.streams:
+        nll, grads = passes.gathering_in_the_first(microbatches)
     else:
-        nll, grads = passes.gathering_nothing(microbatches)
+        nll, grads = passes.gathering_before(microbatches)
     return Loss(local.over_rows(nll), num_tokens), grads, local.global_norm(grads)
 
 
@@ -66,48 +70,41 @@ class _Passes:
     num_tokens: jax.Array
 
     def gathering_always(self, microbatches: Microbatch) -> tuple[jax.Array, Tree]:
-        """ZeRO 3. A pass ends with the weights of the layer that the next one begins with."""
+        """ZeRO 3. Where weights are fetched ahead a pass ends with those that the next one begins with."""
         layers = self.local.layers(self.shards)
-        first = layers.at(0) if layers.ahead else None
-        return self._many(Held(None, layers, first), _zeros_like(self.shards), microbatches, settle=True)
+        held = Held(None, layers, layers.at(0) if layers.ahead else None)
+        return self._many(held, self._settled_zeros(), microbatches, settle=True)
 
-    def gathering_once(self, microbatches: Microbatch) -> tuple[jax.Array, Tree]:
-        """ZeRO 1 and 2: the first pass gathers; under 1 the last one settles, under 2 every one."""
-        m, every = self.local.train.num_microbatches, self.local.plan.zero.stage == 2
-        held = Held(self.local.outer(self.shards), self.local.layers(self.shards))
-        nll, held, sums = self._one(held, None, _at(microbatches, 0), keep=True, settle=every or m == 1)
-        if every and m > 1:
-            more, grads = self._many(held, sums, _at(microbatches, slice(1, m)), settle=True)
-            return nll + more, grads
-        return self._settling_last(held, sums, _at(microbatches, slice(1, m)), nll)
-
-    def gathering_nothing(self, microbatches: Microbatch) -> tuple[jax.Array, Tree]:
-        """ZeRO 0, or one device of data: weights are only cast, once."""
+    def gathering_before(self, microbatches: Microbatch) -> tuple[jax.Array, Tree]:
+        """ZeRO 0 to 2 with nothing hidden."""
+        plan = self.local.plan
         held = Held(self.local.outer(self.shards), self.local.whole_layers(self.shards))
-        if self.local.train.num_microbatches == 1:
-            nll, _, grads = self._one(held, None, _at(microbatches, 0), settle=True)
-            return nll, grads
-        sums = _zeros_like({**held.outer, "layers": held.layers.stacked})  # type: ignore[dict-item]
-        if self.local.streams:
-            return self._settling_last(held, sums, microbatches, jnp.float32(0))
-        nll, sums = self._many(held, sums, microbatches, settle=False)
-        return nll, self.local.plan.settle(sums, self.shards, self.local.plan.placements)
+        if plan.zero.stage == 2:
+            return self._many(held, self._settled_zeros(), microbatches, settle=True)
+        nll, sums = self._many(held, self._local_zeros(plan.placements, FP32), microbatches, settle=False)
+        return nll, plan.settle(sums, self.shards, plan.placements)
 
-    def _settling_last(
-        self, held: Held, sums: Tree, microbatches: Microbatch, nll: jax.Array
-    ) -> tuple[jax.Array, Tree]:
-        """The passes that remain after those that gave `nll` and `sums`; none at all if the sums have settled."""
-        remain = microbatches.numbers.shape[0]
-        if remain > 1:
-            more, sums = self._many(held, sums, _at(microbatches, slice(0, remain - 1)), settle=False)
-            nll = nll + more
-        if remain > 0:
-            more, _, sums = self._one(held, sums, _at(microbatches, -1), settle=True)
-            nll = nll + more
-        return nll, sums
+    def gathering_in_the_first(self, microbatches: Microbatch) -> tuple[jax.Array, Tree]:
+        """ZeRO 0 to 2, layer by layer."""
+        plan, m = self.local.plan, self.local.train.num_microbatches
+        held = Held(self.local.outer(self.shards), self.local.layers(self.shards))
+        grads = self._settled_zeros()
+        if plan.zero.stage == 2 or m == 1:
+            first, held, grads = self._one(held, grads, _at(microbatches, 0), keep=True, settle=True)
+            rest, grads = self._many(held, grads, _at(microbatches, slice(1, m)), settle=True)
+            return first + rest, grads
+        first, held, sums = self._one(
+            held, self._local_zeros(plan.placements, FP32), _at(microbatches, 0), keep=True, settle=False
+        )
+        plain = held._replace(layers=dataclasses.replace(held.layers, last_alone=False))
+        middle, sums = self._many(plain, sums, _at(microbatches, slice(1, m - 1)), settle=False)
+        last, _, grads = self._one(held, grads, _at(microbatches, m - 1), settle=True, before=sums)
+        return first + middle + last, grads
 
     def _many(self, held: Held, sums: Tree, microbatches: Microbatch, *, settle: bool) -> tuple[jax.Array, Tree]:
-        """Equal passes one after another, their gradients added to `sums`."""
+        """Equal passes one after another, as many as there are microbatches, their gradients added to `sums`."""
+        if microbatches.numbers.shape[0] == 0:
+            return jnp.float32(0), sums
 
         def add(carry: Any, microbatch: Microbatch) -> tuple[Any, None]:
             nll, first, sums = carry
@@ -119,58 +116,82 @@ class _Passes:
         return nll, sums
 
     def _one(
-        self, held: Held, sums: Tree | None, microbatch: Microbatch, *, keep: bool = False, settle: bool = False
+        self,
+        held: Held,
+        sums: Tree,
+        microbatch: Microbatch,
+        *,
+        settle: bool,
+        before: Tree | None = None,
+        keep: bool = False,
     ) -> tuple[jax.Array, Held, Tree]:
         """One microbatch forward and back: its loss's sum, the weights then at hand, and `sums` with its gradients.
 
         Args:
-          keep: the layers' weights, gathered as this pass goes, serve it and those after it.
-          settle: gradients are reduce-scattered, under ZeRO 0 and 1 with the sums of all passes before.
+          settle: the gradients, together with the local sums `before`, are settled before they are added.
+          keep: the layers' weights, fetched as this pass goes, serve it and those after it.
         """
         local, rows = self.local, microbatch.rows
-        ctx = local.context(microbatch, self.key)
+        block, ctx = local.block(rows.tokens.shape[0]), local.context(microbatch, self.key)
         outer = local.outer(self.shards) if held.outer is None else held.outer
         x, embed_back = jax.vjp(lambda w: local.embed(w, rows, ctx), outer)
         with jax.named_scope("layers"):
-            ahead = stack.forward(local.block, held.layers, x, ctx, first=held.first, keep=keep)
+            whole = self._local_zeros(local.plan.placements["layers"], local.compute_dtype) if keep else None
+            up = stack.forward(block, held.layers, x, ctx, first=held.first, keep=whole)
 
         def mean(y: jax.Array, outer: Tree) -> tuple[jax.Array, jax.Array]:
             objective, nll = local.head(outer, y, rows)
             return objective / jnp.maximum(self.num_tokens, 1), nll
 
-        (_, nll), (d_y, d_outer) = jax.value_and_grad(mean, argnums=(0, 1), has_aux=True)(ahead.y, outer)
-        if keep:
-            held, ahead = held._replace(layers=Source(ahead.whole)), ahead._replace(ahead=None)
+        (_, nll), (d_y, d_outer) = jax.value_and_grad(mean, argnums=(0, 1), has_aux=True)(up.y, outer)
+        early = {name: d_outer[name] for name in local.settled_early}
+        if up.whole is not None:
+            held = held._replace(layers=Source(up.whole, last_alone=held.layers.last_alone))
         with jax.named_scope("layers"):
-            added, finish = self._layer_sums(sums, settle)
-            back = stack.backward(
-                local.block, held.layers, ahead.saved, d_y, ctx, finish, sums=added, first=ahead.ahead
+            collect = self._collect_layer(settle, before)
+            beside = self._collect_outer(settle, before, _float32(early))
+            down = stack.backward(
+                block, held.layers, up.saved, d_y, ctx, collect, sums["layers"], last=up.last, beside=beside
             )
-        (d_embed,) = embed_back(back.d_x)
-        d_outer = jax.tree.map(lambda a, b: a.astype(jnp.float32) + b.astype(jnp.float32), d_outer, d_embed)
-        grads = {**self._outer_sums(sums, d_outer, settle), "layers": back.collected}
-        return nll, held._replace(first=back.ahead), grads
+        (d_embed,) = embed_back(down.d_x)
+        late = {name: _add(_float32(d_outer[name]), d_embed[name]) for name in d_outer if name not in early}
+        outside = {**beside, **self._collect_outer(settle, before, late)}
+        grads = {**_add({name: sums[name] for name in outside}, outside), "layers": down.sums}
+        return nll, held._replace(first=down.first), grads
 
-    def _layer_sums(self, sums: Tree | None, settle: bool) -> tuple[Tree | None, stack.Collect]:
-        """What the layers' gradients are added to as they come, and what is done with each layer's before."""
-        local, shards, names = self.local, self.shards["layers"], self.local.plan.placements["layers"]
-        before = None if sums is None else sums["layers"]
+    def _collect_layer(self, settle: bool, before: Tree | None) -> stack.Collect:
+        """What is summed of one layer's gradients."""
+        plan, shards = self.local.plan, self.shards["layers"]
         if not settle:
-            return before, lambda grads, _: _float32(grads)
-        if before is not None and local.plan.zero.stage <= 1:
-            total = lambda grads, layer: _add(stack.layer_of(before, layer), grads)
-            return None, lambda g, i: local.plan.settle(total(g, i), stack.layer_of(shards, i), names)
-        return before, lambda g, i: local.plan.settle(g, stack.layer_of(shards, i), names)
+            return lambda grads, _: _float32(grads)
 
-    def _outer_sums(self, sums: Tree | None, grads: Tree, settle: bool) -> Tree:
-        """The same for weights outside the layers, at once."""
-        plan, shards, names = self.local.plan, outside_layers(self.shards), outside_layers(self.local.plan.placements)
-        before = None if sums is None else outside_layers(sums)
-        if before is not None and (not settle or plan.zero.stage <= 1):
-            grads, before = _add(before, grads), None
-        if settle:
-            grads = plan.settle(grads, shards, names)
-        return grads if before is None else _add(before, grads)
+        def collect(grads: Tree, layer: jax.Array) -> Tree:
+            if before is not None:
+                grads = _add(stack.layer_of(before["layers"], layer), grads)
+            return plan.settle(grads, stack.layer_of(shards, layer), plan.placements["layers"])
+
+        return collect
+
+    def _collect_outer(self, settle: bool, before: Tree | None, grads: Tree) -> Tree:
+        """What is summed of gradients outside the layers, some of them or all."""
+        if not settle:
+            return grads
+        plan, of_these = self.local.plan, lambda tree: {name: tree[name] for name in grads}
+        if before is not None:
+            grads = _add(of_these(before), grads)
+        return plan.settle(grads, of_these(self.shards), of_these(plan.placements))
+
+    def _settled_zeros(self) -> Tree:
+        """Sums of gradients where the shards lie."""
+        plan = self.local.plan
+        of = lambda p: plan.zeros(p.spec.shape, p.stored, FP32)
+        return jax.tree.map(of, plan.placements, is_leaf=is_placement)
+
+    def _local_zeros(self, placements: Tree, dtype: jnp.dtype) -> Tree:
+        """What every device has of its own, shaped as gathered weights."""
+        plan = self.local.plan
+        of = lambda p: compat.vary(plan.zeros(p.spec.shape, p.gathered, dtype), plan.axes)
+        return jax.tree.map(of, placements, is_leaf=is_placement)
 
 
 def _at(microbatches: Microbatch, where: int | slice) -> Microbatch:
@@ -183,8 +204,3 @@ def _float32(tree: Tree) -> Tree:
 
 def _add(sums: Tree, tree: Tree) -> Tree:
     return jax.tree.map(lambda s, x: s + x.astype(jnp.float32), sums, tree)
-
-
-def _zeros_like(tree: Tree) -> Tree:
-    """Sums to begin with, fp32, varying over what the tree varies over."""
-    return jax.tree.map(lambda w: compat.vary(jnp.zeros(w.shape, jnp.float32), compat.varying_axes(w)), tree)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal, NamedTuple
 
 import flax.struct
@@ -21,7 +22,7 @@ from sharded_train.models import decoder, stack
 from sharded_train.models.stack import Remat, Source
 from sharded_train.ops.loss import cross_entropy
 from sharded_train.params import Tree
-from sharded_train.sharding import REPLICA, Plan
+from sharded_train.sharding import REPLICA, Plan, is_placement
 
 BATCH_AXES = (REPLICA, "data")  # mesh axes that different rows lie on
 
@@ -41,8 +42,7 @@ class TrainConfig:
     clip_norm: float | None = 1.0  # of the whole gradient; None: never
     ema_decay: float | None = None  # of averaged weights, which are then the ones evaluated; None: none are kept
     remat: Remat = "none"
-    # Work every layer on two halves of the rows, one's tensor collectives hiding behind the other's products.
-    in_halves: bool | None = None  # None: on GPUs, where tensor is larger than 1 and the rows of a microbatch are even
+    overlap: bool | None = None  # hide communication behind products, for which more is compiled; None: on GPUs
     z_loss: float = 0.0
     label_smoothing: float = 0.0
 
@@ -79,7 +79,7 @@ class Local:
     compute_dtype: jnp.dtype
     implementation: Literal["xla", "cudnn"]  # of attention
     train: TrainConfig
-    in_halves: bool
+    overlap: bool
 
     # ---- sums over the mesh -------------------------------------------------------------------------------------
 
@@ -107,8 +107,12 @@ class Local:
 
     @property
     def streams(self) -> bool:
-        """Whether weights or gradients move over data, so that it pays to move them layer by layer."""
-        return bool(self.row_axes)
+        """Whether weights and gradients move over data layer by layer, hidden behind the products of another layer."""
+        return self.overlap and bool(self.row_axes)
+
+    def in_halves(self, rows: int) -> bool:
+        """Whether layers work on two halves of so many rows: tensor's collectives hide behind the other half."""
+        return self.overlap and "tensor" in self.plan.axes and rows % 2 == 0
 
     def outer(self, shards: Tree) -> Tree:
         """Gathered weights before and after the layers."""
@@ -116,25 +120,37 @@ class Local:
         return self.plan.gather(shards, names, self.compute_dtype)
 
     def layers(self, shards: Tree) -> Source:
-        """The layers' weights, each gathered when its turn comes."""
+        """The layers' weights, each gathered when its turn comes, or while the layer before has its."""
         names = self.plan.placements["layers"]
         gather = lambda layer: self.plan.gather(layer, names, self.compute_dtype)
-        return Source(shards["layers"], gather, ahead=self.streams and self.plan.zero.stage > 0)
+        return Source(shards["layers"], gather, ahead=self.streams, last_alone=self.streams)
 
     def whole_layers(self, shards: Tree) -> Source:
         """The layers' weights, all gathered at once."""
         return Source(self.plan.gather(shards["layers"], self.plan.placements["layers"], self.compute_dtype))
 
+    @property
+    def layer_bytes(self) -> int:
+        """Of one layer's gathered weights."""
+        placements = jax.tree.leaves(self.plan.placements["layers"], is_leaf=is_placement)
+        sizes = (math.prod(self.plan.local_shape(p.spec.shape, p.gathered)) // p.spec.shape[0] for p in placements)
+        return sum(sizes) * self.compute_dtype.itemsize
+
     # ---- parts of the model ---------------------------------------------------------------------------------------
 
-    @functools.cached_property
-    def block(self) -> stack.Block:
+    def block(self, rows: int) -> stack.Block:
+        """A layer, for so many rows."""
         block: stack.Block = functools.partial(decoder.block, self.model, self.implementation)
-        return stack.rematerialized(stack.in_halves(block) if self.in_halves else block, self.train.remat)
+        return stack.rematerialized(stack.in_halves(block) if self.in_halves(rows) else block, self.train.remat)
 
     def context(self, microbatch: Microbatch, key: jax.Array | None) -> decoder.Context:
         rows, numbers = microbatch
         return decoder.context(self.model, rows.positions, rows.segments, numbers, key)
+
+    @functools.cached_property
+    def settled_early(self) -> tuple[str, ...]:
+        """Names of the parameters whose gradient is complete when the head is done."""
+        return tuple(name for name in ("final_norm", "head") if name in self.plan.placements)
 
     def embed(self, outer: Tree, rows: Batch, ctx: decoder.Context) -> jax.Array:
         """`[rows, seq]` tokens -> activations `[rows, seq between blocks, embed]`."""
@@ -162,7 +178,8 @@ class Local:
         microbatch = Microbatch(batch, self.token_numbers(batch))
         outer, ctx = self.outer(shards), self.context(microbatch, None)
         with jax.named_scope("layers"):
-            y = stack.run(self.block, self.layers(shards), self.embed(outer, batch, ctx), ctx)
+            block = self.block(batch.tokens.shape[0])
+            y = stack.run(block, self.layers(shards), self.embed(outer, batch, ctx), ctx)
         _, nll = self.head(outer, y, batch)
         return Loss(self.over_rows(nll), self.num_targets(batch))
 

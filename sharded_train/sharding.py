@@ -91,18 +91,21 @@ class Plan:
 
         return jax.tree.map(one, names, grads, shards, is_leaf=is_placement)
 
-    def gather_in_autodiff(self, shards: Tree, names: Tree, dtype: jnp.dtype) -> Tree:
-        """`gather` whose gradient is `settle`: for ZeRO-3, where autodiff itself meets the gather."""
+    def local_shape(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
+        """Of each device's part of an array that lies as `spec` says."""
+        dims = dims_of(spec, len(shape))
+        return tuple(n // math.prod(self.sizes[axis] for axis in axes) for n, axes in zip(shape, dims, strict=True))
 
-        @jax.custom_vjp
-        def gather(shards: Tree) -> Tree:
-            return self.gather(shards, names, dtype)
+    def zeros(self, shape: tuple[int, ...], spec: PartitionSpec, dtype: jnp.dtype) -> jax.Array:
+        """This device's part of zeros that lie as `spec` says, inside the manual `jax.shard_map`."""
+        axes = [axis for dim in dims_of(spec, len(shape)) for axis in dim if axis in self.axes]
+        return compat.vary(jnp.zeros(self.local_shape(shape, spec), dtype), axes)
 
-        def backward(shards: Tree, grads: Tree) -> tuple[Tree]:
-            return (self.settle(grads, shards, names),)
 
-        gather.defvjp(lambda shards: (gather(shards), shards), backward)
-        return gather(shards)
+def dims_of(spec: PartitionSpec, rank: int) -> list[list[str]]:
+    """Per dim the mesh axes that split it."""
+    dims = [[dim] if isinstance(dim, str) else list(dim or ()) for dim in spec]
+    return dims + [[]] * (rank - len(dims))
 
 
 def is_placement(x: Any) -> bool:

@@ -19,7 +19,7 @@ from sharded_train.flops import CONVENTION, flops_of_step
 from sharded_train.mesh import hosts_of, layout, links, stand_ins
 from sharded_train.mesh_picture import draw_mesh
 from sharded_train.recipe import Recipe, check, program_on, warnings_of
-from sharded_train.sharding import Placement, is_placement
+from sharded_train.sharding import Placement, dims_of, is_placement
 from sharded_train.show_tables import print_facts
 from sharded_train.step import Program
 
@@ -99,8 +99,8 @@ def _parameters(program: Program) -> list[dict[str, Any]]:
             "name": name,
             "shape": list(placement.spec.shape),
             "axes": list(placement.spec.axes),
-            "stored": _dims(placement.stored, len(placement.spec.shape)),
-            "gathered": _dims(placement.gathered, len(placement.spec.shape)),
+            "stored": dims_of(placement.stored, len(placement.spec.shape)),
+            "gathered": dims_of(placement.gathered, len(placement.spec.shape)),
             "bytes": {**_bytes(placement, program), "moments": moments[name], **averaged.get(name, {})},
             "left_whole": list(placement.reasons),
         }
@@ -130,14 +130,7 @@ def _bytes(placement: Placement, program: Program) -> dict[str, int]:
 
 def _local_size(placement: Placement, spec: PartitionSpec, program: Program) -> int:
     """Number of entries on a device under `spec`."""
-    axes = [axis for dim in _dims(spec, len(placement.spec.shape)) for axis in dim]
-    return placement.spec.size // math.prod(program.plan.sizes[axis] for axis in axes)
-
-
-def _dims(spec: PartitionSpec, rank: int) -> list[list[str]]:
-    """Per dim the mesh axes that split it."""
-    dims = [[dim] if isinstance(dim, str) else list(dim or ()) for dim in spec]
-    return dims + [[]] * (rank - len(dims))
+    return math.prod(program.plan.local_shape(placement.spec.shape, spec))
 
 
 def _moments(program: Program) -> dict[str, int]:

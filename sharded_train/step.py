@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sharded_train import params
+from sharded_train import gpu_flags, params
 from sharded_train.gradients import loss_and_grads
-from sharded_train.local import BATCH_AXES, Batch, Local, Loss, TrainConfig
+from sharded_train.local import Batch, Local, Loss, TrainConfig
 from sharded_train.models import decoder
 from sharded_train.ops import attention
 from sharded_train.optimizer import Optimizer, Schedule, learning_rate
@@ -48,8 +48,9 @@ class Program:
     @functools.cached_property
     def implementation(self) -> Literal["xla", "cudnn"]:
         """Of attention, on this mesh's devices."""
-        platform = self.mesh.devices.flat[0].platform
-        return attention.choose(self.model.attention, platform, self.model.dim_per_head, self.precision.compute_dtype)
+        return attention.choose(
+            self.model.attention, self.platform, self.model.dim_per_head, self.precision.compute_dtype
+        )
 
     @functools.cached_property
     def batch_sharding(self) -> NamedSharding:
@@ -72,15 +73,12 @@ class Program:
     def local(self) -> Local:
         """What one device computes; its methods are for inside `jax.shard_map`."""
         dtype = self.precision.compute_dtype
-        return Local(self.model, self.plan, dtype, self.implementation, self.train, self._in_halves)
+        overlap = self.platform == "gpu" if self.train.overlap is None else self.train.overlap
+        return Local(self.model, self.plan, dtype, self.implementation, self.train, overlap)
 
     @property
-    def _in_halves(self) -> bool:
-        if self.train.in_halves is not None:
-            return self.train.in_halves
-        ways = math.prod(self.plan.sizes.get(axis, 1) for axis in BATCH_AXES) * self.train.num_microbatches
-        on_gpu = self.mesh.devices.flat[0].platform == "gpu"
-        return on_gpu and self.plan.sizes["tensor"] > 1 and self.train.global_batch_size // ways % 2 == 0
+    def platform(self) -> str:
+        return self.mesh.devices.flat[0].platform  # type: ignore[no-any-return]
 
     @property
     def _rows(self) -> P:
@@ -103,9 +101,8 @@ class Program:
             return TrainState(jnp.int32(0), weights, opt_state, ema)
 
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
         # Run once: LLVM's optimiser would take five times as long over the random numbers as it could save.
-        options = {"xla_backend_optimization_level": 0} if on_cpu else None
+        options = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else None
         return jax.jit(make, out_shardings=shardings, compiler_options=options)(jax.random.key(seed))
 
     @functools.cached_property
@@ -113,7 +110,23 @@ class Program:
         """(state, batch) -> (next state, metrics); the state's buffers are given up for the next one's."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         replicated = NamedSharding(self.mesh, P())
-        return jax.jit(self._train_step, donate_argnums=0, out_shardings=(shardings, replicated))
+        out, options = (shardings, replicated), self.compiler_options
+        return jax.jit(self._train_step, donate_argnums=0, out_shardings=out, compiler_options=options)
+
+    @property
+    def compiler_options(self) -> dict[str, str | bool] | None:
+        """Of the train step, see `gpu_flags`.
+
+        A layer's weights are gathered in about three collectives: in many, some are too small for the scheduler to hide,
+        and one would wait for all of its shards. The halves of a batch must not be gathered together.
+        """
+        rows = self.train.global_batch_size // math.prod(self.plan.sizes[axis] for axis in self.local.row_axes)
+        rows //= self.train.num_microbatches
+        gathers = self.local.layer_bytes // 3
+        if self.local.in_halves(rows):
+            half = rows // 2 * self.train.sequence_length * self.model.d_model * self.precision.compute_dtype.itemsize
+            gathers = min(gathers, half)
+        return gpu_flags.options(self.platform, gathers=gathers)
 
     @functools.cached_property
     def eval_step(self) -> Callable[[Tree, Batch, jax.Array], tuple[Loss, jax.Array]]:

@@ -32,6 +32,12 @@ CASES = [
     ("gpt2", Layout(data=2, tensor=4, zero=1, num_microbatches=4)),
     ("gpt2", Layout(data=2, tensor=2, zero=0, num_microbatches=2, remat="full")),
     ("gpt2", Layout(data=8, zero=2)),
+    # communication hidden behind products: weights a layer ahead, rows in halves
+    ("llama", Layout(data=2, tensor=2, zero=0, num_microbatches=2, overlap=True)),
+    ("llama_gqa", Layout(data=2, tensor=2, zero=1, num_microbatches=4, remat="selective", overlap=True)),
+    ("llama", Layout(data=4, tensor=2, zero=1, overlap=True)),
+    ("gpt2", Layout(data=2, tensor=2, zero=2, num_microbatches=2, remat="full", overlap=True)),
+    ("gpt2", Layout(data=2, tensor=4, zero=3, num_microbatches=2, remat="selective", overlap=True)),
     # groups of ZeRO smaller than data
     ("llama", Layout(data=4, tensor=2, zero=3, group=2, num_microbatches=2)),
     ("gpt2", Layout(data=8, zero=1, group=4, num_microbatches=1, remat="full")),

@@ -14,7 +14,7 @@ LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 def test_only_gpus_get_options() -> None:
     assert gpu_flags.options("cpu", {}) is None
     assert gpu_flags.options("gpu", {}) == gpu_flags.OPTIONS
-    assert gpu_flags.OPTIONS[LIMIT] == "5"
+    assert gpu_flags.options("gpu", {}, gathers=2**25) == {**gpu_flags.OPTIONS, gpu_flags.GATHERS: str(2**25)}
 
 
 def test_what_the_environment_says_goes_before() -> None:

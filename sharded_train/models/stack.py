@@ -5,8 +5,8 @@ all of the memory that ZeRO-3 saves. Here the backward pass gets a layer's weigh
 the forward pass only values that depend on activations. Which of those are kept is the rematerialisation policy's
 choice, so that policies and ZeRO know nothing of each other.
 
-Where fetching means communication it is done one layer ahead: while a layer is worked on, the weights of the next one
-travel. A pass leaves over the weights that the next pass begins with.
+Communication hides behind products in two ways, both of which are here: `Source.ahead` fetches a layer's weights while
+the layer before is worked on, and `in_halves` works on two halves of the rows, each with collectives of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from sharded_train.params import Tree
 
 Remat = Literal["none", "selective", "full"]
 Block = Callable[[jax.Array, Any, Any, jax.Array], jax.Array]  # (x, weights, context, layer) -> x
-Collect = Callable[[Tree, jax.Array], Tree]  # (gradients of a layer's weights, layer) -> what is kept of them
+Collect = Callable[[Tree, jax.Array], Tree]  # (gradients of a layer's weights, layer) -> what is summed of them
+Saved = tuple[list[jax.Array], list[jax.Array] | None]  # of layers [layers, ...]; of the last one, if it is by itself
 
 SAVED = "saved"  # the name that blocks give to values which the selective policy keeps
 
@@ -54,12 +55,14 @@ def in_halves(block: Block) -> Block:
 class Source:
     """Where a pass takes its weights from: `fetch` makes those of one layer from its slice of `stacked [layers, ...]`.
 
-    With `ahead` it is called one layer early, so that what it communicates hides behind the layer before.
+    With `ahead` it is called one layer early, so that what it communicates hides behind the layer before. With
+    `last_alone` the last layer stands outside of the loop, so that what the head communicates can hide behind it.
     """
 
     stacked: Tree
     fetch: Callable[[Tree], Tree] = lambda weights: weights
     ahead: bool = False
+    last_alone: bool = False
 
     @property
     def depth(self) -> int:
@@ -73,17 +76,17 @@ class Forward(NamedTuple):
     """What a forward pass leaves behind."""
 
     y: jax.Array
-    saved: list[jax.Array]  # [layers, ...] each, for the backward pass
-    whole: Tree | None  # every layer's fetched weights, if they were to be kept
-    ahead: Tree | None  # the last layer's weights, which the backward pass begins with
+    saved: Saved  # for the backward pass
+    whole: Tree | None  # `keep` with every layer's fetched weights in it
+    last: Tree | None  # the last layer's weights, fetched ahead
 
 
 class Backward(NamedTuple):
     """What a backward pass leaves behind."""
 
     d_x: jax.Array
-    collected: Tree  # [layers, ...]
-    ahead: Tree | None  # the first layer's weights, which the next forward pass begins with
+    sums: Tree  # [layers, ...]
+    first: Tree | None  # the first layer's weights, fetched ahead: the next forward pass begins with them
 
 
 def run(block: Block, source: Source, x: jax.Array, context: Any) -> jax.Array:
@@ -91,55 +94,60 @@ def run(block: Block, source: Source, x: jax.Array, context: Any) -> jax.Array:
 
     `context` is what all layers see and nothing is differentiated by.
     """
-    visit = lambda x, weights, layer, _: (block(x, weights, context, layer), None)
-    return _walk(visit, x, source, None)[0]  # type: ignore[no-any-return]
+    visit = lambda x, weights, layer: (block(x, weights, context, layer), None)
+    return _upwards(visit, x, source)[0]  # type: ignore[no-any-return]
 
 
 def forward(
-    block: Block, source: Source, x: jax.Array, context: Any, *, first: Tree | None = None, keep: bool = False
+    block: Block, source: Source, x: jax.Array, context: Any, *, first: Tree | None = None, keep: Tree | None = None
 ) -> Forward:
-    """As `run`, for a backward pass to follow. `first` are the first layer's weights, where they are at hand."""
+    """As `run`, for a backward pass to follow.
 
-    def visit(x: jax.Array, weights: Tree, layer: jax.Array, _: None) -> tuple[jax.Array, Any]:
+    `first` are the first layer's weights, where they are at hand; into `keep [layers, ...]` every layer's are written.
+    """
+
+    def visit(carry: Any, weights: Tree, layer: jax.Array) -> tuple[Any, list[jax.Array]]:
+        x, keep = carry
         y, pullback = _vjp(block, x, weights, context, layer)
         kept = _depends_on_x(block, x, weights, context, layer)
         saved = [leaf for leaf, keep_it in zip(jax.tree.leaves(pullback), kept, strict=True) if keep_it]
-        return y, (saved, weights if keep else None)
+        if keep is not None:
+            keep = jax.tree.map(lambda a, w: lax.dynamic_update_index_in_dim(a, w, layer, 0), keep, weights)
+        return (y, keep), saved
 
-    y, (saved, whole), ahead = _walk(visit, x, source, None, first=first)
-    return Forward(y, saved, whole, ahead)
+    (y, whole), saved, last = _upwards(visit, (x, keep), source, first)
+    return Forward(y, saved, whole, last)
 
 
 def backward(
     block: Block,
     source: Source,
-    saved: list[jax.Array],
+    saved: Saved,
     d_y: jax.Array,
     context: Any,
     collect: Collect,
+    sums: Tree,
     *,
-    sums: Tree | None = None,
-    first: Tree | None = None,
+    last: Tree | None = None,
+    beside: Tree = None,
 ) -> Backward:
-    """From the last layer to the first. What `collect` returns is added to `sums` in place, or stacked where None.
+    """From the last layer to the first, adding to `sums [layers, ...]` in place what `collect` returns.
 
-    `first` are the last layer's weights, where they are at hand.
+    `last` are the last layer's weights, where they are at hand. What is communicated to make `beside` is hidden behind
+    a last layer that stands alone.
     """
     anything = jnp.zeros_like(d_y)  # stands for x: every value that depends on it is replaced by the saved one
 
-    def visit(carry: Any, weights: Tree, layer: jax.Array, saved: list[jax.Array]) -> tuple[Any, Tree | None]:
+    def visit(carry: Any, weights: Tree, layer: jax.Array, saved: list[jax.Array]) -> Any:
         d_x, sums = carry
         again, treedef = jax.tree.flatten(_vjp(block, anything, weights, context, layer)[1])
         kept, rest = _depends_on_x(block, anything, weights, context, layer), iter(saved)
         leaves = [next(rest) if keep_it else leaf for leaf, keep_it in zip(again, kept, strict=True)]
         d_x, d_weights = jax.tree.unflatten(treedef, leaves)(d_x)
-        collected = collect(d_weights, layer)
-        if sums is None:
-            return (d_x, None), collected
-        return (d_x, jax.tree.map(lambda s, g: _add_at(s, g, layer), sums, collected)), None
+        return d_x, jax.tree.map(lambda s, g: _add_at(s, g, layer), sums, collect(d_weights, layer))
 
-    (d_x, sums), stacked, ahead = _walk(visit, (d_y, sums), source, saved, first=first, reverse=True)
-    return Backward(d_x, stacked if sums is None else sums, ahead)
+    (d_x, sums), first = _downwards(visit, (d_y, sums), source, saved, last, beside)
+    return Backward(d_x, sums, first)
 
 
 def layer_of(stacked: Tree, layer: jax.Array | int) -> Tree:
@@ -147,25 +155,53 @@ def layer_of(stacked: Tree, layer: jax.Array | int) -> Tree:
     return jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, layer, 0, keepdims=False), stacked)
 
 
-def _walk(
-    visit: Callable[..., Any], carry: Any, source: Source, xs: Any, *, first: Tree | None = None, reverse: bool = False
-) -> tuple[Any, Any, Tree | None]:
-    """Scan `visit(carry, weights, layer, slice of xs) -> (carry, out)` over the layers; also the weights left over."""
-    layers = jnp.arange(source.depth)
+def _upwards(
+    visit: Callable[..., Any], carry: Any, source: Source, first: Tree | None = None
+) -> tuple[Any, Saved, Tree | None]:
+    """`visit(carry, weights, layer) -> (carry, saved)` from the first layer to the last; also its weights."""
+    top = source.depth - 1
+
+    def step(carry: Any, layer: jax.Array) -> tuple[Any, Any]:
+        carry, weights = carry
+        following = source.at(layer + 1) if source.ahead else None
+        carry, saved = visit(carry, weights if source.ahead else source.at(layer), layer)
+        return (carry, following), saved
+
+    if not source.last_alone:
+        assert not source.ahead
+        (carry, _), saved = lax.scan(step, (carry, None), jnp.arange(top + 1))
+        return carry, (saved, None), None
+    if source.ahead and first is None:
+        first = source.at(0)
+    (carry, weights), below = lax.scan(step, (carry, first), jnp.arange(top))
     if not source.ahead:
-        step = lambda carry, now: visit(carry, source.at(now[0]), *now)
-        return *lax.scan(step, carry, (layers, xs), reverse=reverse), None
+        weights = source.at(top)
+    carry, saved = visit(carry, weights, jnp.int32(top))
+    return carry, (below, saved), weights
 
-    def step_ahead(carry: Any, now: Any) -> tuple[Any, Any]:
-        (carry, weights), (layer, x) = carry, now
-        after = jnp.maximum(layer - 1, 0) if reverse else jnp.minimum(layer + 1, source.depth - 1)
-        ahead = source.at(after)
-        carry, out = visit(carry, weights, layer, x)
-        return (carry, ahead), out
 
-    start = source.at(source.depth - 1 if reverse else 0) if first is None else first
-    (carry, ahead), out = lax.scan(step_ahead, (carry, start), (layers, xs), reverse=reverse)
-    return carry, out, ahead
+def _downwards(
+    visit: Callable[..., Any], carry: Any, source: Source, saved: Saved, last: Tree | None, beside: Tree
+) -> tuple[Any, Tree | None]:
+    """`visit(carry, weights, layer, saved) -> carry` from the last layer to the first; also its weights."""
+    (below, at_top), top = saved, source.depth - 1
+
+    def step(carry: Any, now: Any) -> tuple[Any, None]:
+        (carry, weights), (layer, saved) = carry, now
+        following = source.at(jnp.maximum(layer - 1, 0)) if source.ahead else None
+        carry = visit(carry, weights if source.ahead else source.at(layer), layer, saved)
+        return (carry, following), None
+
+    if at_top is None:
+        (carry, _), _ = lax.scan(step, (carry, None), (jnp.arange(top + 1), below), reverse=True)
+        return carry, None
+    following = source.at(max(top - 1, 0)) if source.ahead else None
+    carry = visit(carry, source.at(top) if last is None else last, jnp.int32(top), at_top)
+    # What is beside would wait until the end of the step, were it not to be there before the other layers begin.
+    d_x, sums = carry
+    carry = lax.optimization_barrier((d_x, beside))[0], sums
+    (carry, first), _ = lax.scan(step, (carry, following), (jnp.arange(top), below), reverse=True)
+    return carry, first
 
 
 def _vjp(block: Block, x: jax.Array, weights: Tree, context: Any, layer: jax.Array) -> tuple[jax.Array, Any]:

@@ -78,7 +78,7 @@ def compile_for(recipe: Recipe, cluster: Cluster, progress: Callable[[str], Any]
         program = program_on(recipe, _mesh(recipe, cluster))
     with phase("trace", "tracing the train step"), compat.cudnn_assumed():
         lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
-    options = gpu_flags.options("gpu") or {}
+    options = program.compiler_options or {}
     with tempfile.TemporaryDirectory(prefix="rehearse-") as folder:
         with phase("compile", f"compiling it for {cluster.words}"):
             compiled = _compile(lowered, cluster, {**options, **buffers.options(Path(folder))})
