@@ -1,6 +1,7 @@
 """Bytes that one train step puts on the wires, by ZeRO's formulae and in the compiled program, side by side.
 
     python benchmarks/communication.py [--config FILE] [--cluster h100:8x8] [--runs 0 1 2 3 1:4 3:4] [--json OUT]
+        [--config.key=value ...]
 
 Nothing runs: the step is compiled for the cluster (the CUDA plugin of jax's version is needed, a GPU is not) and its
 collectives are read. A run is a ZeRO stage, with a group size after a colon. All bytes are what each device sends in a
@@ -25,7 +26,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def theory(compiled: Compiled) -> dict[Kind, Row]:
         what = SUMS if tensor_whole else "gradients"
         more: dict[str, float] = {"loss": 1}
         if settles > 1:
-            more = {"peeled": m * inner / layers, "once": -(m - 1) * outer}
+            more = {"peeled": m * inner / layers, "once": -(m - 1) * outer, "twice": -(m - 2) * outer}
         add(what, "all-reduce", axes, wire, words, settles * (inner + outer), **more)
     rows_here = recipe.train.global_batch_size // (n * sizes.get("replica", 1)) // m
     tokens = rows_here * recipe.train.sequence_length
@@ -168,6 +169,7 @@ REASONS = {
     "ahead": "one layer more is fetched ahead",
     "peeled": "the layer outside of the loop is summed by itself and within the stack of all: {m} layers more",
     "once": "XLA sums once a step, not {m} times, what lies outside the layers",
+    "twice": "XLA sums twice a step (the first pass, then all others), not {m} times, what lies outside the layers",
     "loss": "XLA sums the loss along with them",
     "again": "rematerialisation moves these a second time, attention's and the MLP's input of every layer",
 }
@@ -206,11 +208,11 @@ def compare(compiled: Compiled) -> tuple[dict[Kind, Row], dict[str, float]]:
 FEW = 64  # bytes of a member that is no array of the model
 
 
-def run(config: Path, cluster: str, which: str) -> dict[str, Any]:
+def run(config: Path, overrides: Sequence[str], cluster: str, which: str) -> dict[str, Any]:
     """One run as JSON values."""
     stage, _, group = which.partition(":")
-    overrides = [f"--config.zero.stage={stage}", *([f"--config.zero.group_size={group}"] if group else [])]
-    compiled = compile_for(load(config, overrides), clusters.parse(cluster))
+    zero = [f"--config.zero.stage={stage}", *([f"--config.zero.group_size={group}"] if group else [])]
+    compiled = compile_for(load(config, [*overrides, *zero]), clusters.parse(cluster))
     rows, left_out = compare(compiled)
     return {
         "stage": int(stage),
@@ -249,17 +251,17 @@ def print_runs(runs: Sequence[dict[str, Any]], console: Console) -> None:
         console.print()
 
 
-def main(arguments: Iterable[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=SMALL)
     parser.add_argument("--cluster", default="h100:8x8")
     parser.add_argument("--runs", nargs="+", default=["0", "1", "2", "3", "1:4", "3:4"], metavar="STAGE[:GROUP]")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
-    args = parser.parse_args(None if arguments is None else list(arguments))
+    args, overrides = parser.parse_known_args()
     runs = []
     console = Console(width=120, highlight=False)
     for which in args.runs:
-        runs.append(run(args.config, args.cluster, which))
+        runs.append(run(args.config, overrides, args.cluster, which))
         print_runs(runs[-1:], console)
     if args.json:
         args.json.write_text(json.dumps(runs, indent=2))
