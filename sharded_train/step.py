@@ -117,7 +117,7 @@ class Program:
     def compiler_options(self) -> dict[str, str | bool] | None:
         """Of the train step, see `gpu_flags`.
 
-        A layer's weights are gathered in about three collectives: in many, some are too small for the scheduler to hide,
+        A layer is gathered in about three collectives: in many, some are too small for the scheduler to hide,
         and one would wait for all of its shards. The halves of a batch must not be gathered together.
         """
         rows = self.train.global_batch_size // math.prod(self.plan.sizes[axis] for axis in self.local.row_axes)
