@@ -9,12 +9,14 @@ values alive cover most of the allocation; what they do not cover even then are 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+),")
 _VALUE = re.compile(r"^ value: <\d+ (\S+?)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.+)$")
+_STEP = re.compile(r"^ +\d+:(\S+)$")
 _LIFE = re.compile(r"^ +(\S+?)\{([\d,]*)\}:(\d+)-(\d+)$")
 
 
@@ -23,6 +25,7 @@ class Value:
     """The result of an instruction, or a part of it: element `index` of its (nested) tuple.
 
     `size` bytes from `offset` of the allocation of temporaries, from instruction `first` to `last` of the schedule.
+    `within` names what starts the instruction, where that may be something asynchronous whose inside is not printed.
     """
 
     name: str
@@ -32,6 +35,7 @@ class Value:
     shape: str  # as HLO writes it, layout included
     first: int
     last: int
+    within: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +70,8 @@ def read(folder: Path) -> Temporaries | None:
 def parse(assignment: str, lives: str) -> Temporaries:
     """From the texts of both files. Raises ValueError if a value has no life, which would make it vanish."""
     size, values = _values(assignment.splitlines(), _lives(lives.splitlines()))
+    starts = _starts(lives.splitlines())
+    values = [dataclasses.replace(value, within=starts.get(value.name, "")) for value in values]
     return Temporaries(size, _fullest(values))
 
 
@@ -73,6 +79,12 @@ def _lives(lines: Iterable[str]) -> dict[tuple[str, tuple[int, ...]], tuple[int,
     return {
         (match[1], _index(match[2])): (int(match[3]), int(match[4])) for line in lines if (match := _LIFE.match(line))
     }
+
+
+def _starts(lines: Iterable[str]) -> dict[str, str]:
+    """What is done asynchronously stands in the flattened schedule right before what starts it."""
+    names = [match[1] for line in lines if (match := _STEP.match(line))]
+    return {name: after for name, after in itertools.pairwise(names) if "-start" in after}
 
 
 def _values(lines: Iterable[str], lives: dict[tuple[str, tuple[int, ...]], tuple[int, int]]) -> tuple[int, list[Value]]:

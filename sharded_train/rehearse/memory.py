@@ -9,6 +9,7 @@ shape or a backward product of one is a gradient, and the rest are activations, 
 from __future__ import annotations
 
 import itertools
+import os.path
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -140,7 +141,7 @@ class _Kinds:
 
     def of(self, value: Value) -> tuple[str, str, str]:
         """The kind of a temporary, its name (a weight's, else the operation that made it) and where that stands."""
-        found = self._origins.element(value.name, value.index)
+        found = self._origins.element(value.name, value.index) or self._origins.element(value.within, value.index)
         if found is None:
             return ACTIVATIONS, value.name, ""
         origin, element = found
@@ -152,7 +153,7 @@ class _Kinds:
             return kind, name or "all_gather", gather.place
         where = scopes.words_of(origin.scope) if origin.scope else ""
         if kind == GRADIENTS and (names := self._shapes.get(_dims(value.shape))):
-            return kind, " or ".join(names), where
+            return kind, _any_of(names), where
         operation = scopes.names_of(origin.scope)[-1].partition(":")[0].strip("(){} ").rpartition("/")[2]
         return kind, operation or origin.opcode, where
 
@@ -166,7 +167,7 @@ class _Kinds:
             return WEIGHTS  # cast or laid out anew, without a gather
         if origin.name in self._reductions or "reduce_gradients" in scope or "gradient_sums" in scope:
             return GRADIENTS
-        backward = "transpose(" in scope
+        backward = "transpose(" in scope or scopes.part_of(scope) == "head"  # whose forward pass takes its gradient too
         summed = dtype == "f32" and origin.opcode == "add" and "jvp(" not in scope
         return GRADIENTS if (backward or summed) and _dims(value.shape) in self._shapes else ACTIVATIONS
 
@@ -182,6 +183,12 @@ def _shapes(program: Program) -> dict[tuple[int, ...], list[str]]:
             for dims in {_sorted(local), _sorted(local[1:] if placement.spec.stacked else local)}:
                 found[dims] = list(dict.fromkeys([*found.get(dims, ()), name]))
     return {dims: names for dims, names in found.items() if len(dims) > 1}
+
+
+def _any_of(names: Sequence[str]) -> str:
+    """ "layers/mlp/down, gate, up" of several in one place: which of them it is cannot be told."""
+    folder = os.path.commonpath(names) + "/" if len(names) > 1 and os.path.commonpath(names) else ""
+    return folder + ", ".join(name.removeprefix(folder) for name in names)
 
 
 def _dims(shape: str) -> tuple[int, ...]:
