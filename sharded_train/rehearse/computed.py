@@ -177,6 +177,10 @@ def _tables(section: Mapping[str, Any]) -> Iterator[Any]:
 def remarks(section: Mapping[str, Any]) -> list[str]:
     """What to know about the numbers, in sentences."""
     found = [f"Not understood, so not counted: {what}, {n:,} times a step." for what, n in section["unknown"].items()]
+    if (rest := section["explained"][REST]) < 0:
+        found.append(
+            f"The program computes {flops_in_words(-rest)} less than the model's FLOPs: something is not counted."
+        )
     if loops := section["unknown_trips"]:
         found.append(f"Counted once, since the program does not tell how often they run: {', '.join(loops)}.")
     if n := len(section["conditionals"]):
