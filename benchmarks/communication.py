@@ -146,9 +146,7 @@ def theory(compiled: Compiled) -> dict[Kind, Row]:
         axes = ["replica", *([] if zero_split else ["data", "sequence"]), *(["tensor"] if tensor_whole else [])]
         words = f"{times}psi{'_gains' if tensor_whole else ''}{f' / {ways}' if zero_split else ''}"
         what = SUMS if tensor_whole else "gradients"
-        more: dict[str, float] = {"loss": 1}
-        if settles > 1:
-            more = {"peeled": m * inner / layers, "once": -(m - 1) * outer, "twice": -(m - 2) * outer}
+        more = {"peeled": settles * inner / layers, "once": -(m - 1) * outer, "twice": -(m - 2) * outer, "loss": 1.0}
         add(what, "all-reduce", axes, wire, words, settles * (inner + outer), **more)
     rows_here = recipe.train.global_batch_size // (n * sizes.get("replica", 1)) // m
     tokens = rows_here * recipe.train.sequence_length
@@ -167,7 +165,7 @@ SUMS = "loss, gains"
 REASONS = {
     "handed_on": "every pass but the first gets its first layer's weights from the pass before",
     "ahead": "one layer more is fetched ahead",
-    "peeled": "the layer outside of the loop is summed by itself and within the stack of all: {m} layers more",
+    "peeled": "the layer outside of the loop is summed by itself and within the stack of all",
     "once": "XLA sums once a step, not {m} times, what lies outside the layers",
     "twice": "XLA sums twice a step (the first pass, then all others), not {m} times, what lies outside the layers",
     "loss": "XLA sums the loss along with them",

@@ -82,7 +82,7 @@ def test_stage_0_only_sums_over_data() -> None:
     assert not over_data(0, "reduce-scatter")
     (dtype, count), *others = entries(over_data(0, "all-reduce")).items()
     assert (dtype, others) == ("f32", [])
-    assert psi() <= count <= psi() + FEW  # once a step: what it sums along with them are single numbers
+    assert is_psi_and_one_layer_at_most(count - count % 64)  # once a step; single numbers are summed along with them
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -107,7 +107,9 @@ def test_stage_2_scatters_in_every_microbatch() -> None:
 
 
 def is_psi_and_one_layer_at_most(gathered: int) -> bool:
-    """Where weights are fetched a layer ahead, the last one may fetch one that nothing needs."""
+    """Where weights are fetched a layer ahead, the last one may fetch one that nothing needs; and a layer that stands
+    outside of the loop may be summed both by itself and within the stack of all.
+    """
     return gathered in (psi(), psi(layers=LAYERS + 1))
 
 

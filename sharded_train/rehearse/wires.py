@@ -184,6 +184,8 @@ class _Reader:
         if done is None:
             note = "; ".join(filter(None, [note, "what waits for it stands in another computation"]))
         members = self._members(computation, instruction, inner, done)
+        parameters = [member.parameter for member in members if member.parameter]
+        gradients = op == "reduce-scatter" and {"data", "sequence", "replica"}.issuperset(groups.axes)
         scope, source = inner.scope or scope_near(computation, instruction), inner.source or instruction.source
         return Collective(
             name=instruction.name,
@@ -201,7 +203,7 @@ class _Reader:
             done=done.name if done else "",
             asynchronous=hidden,
             spans=self._spans.between(computation, instruction.name, done.name) if hidden and done else (),
-            place=words_of(scope, source, [member.parameter for member in members if member.parameter]),
+            place=words_of(scope, source, parameters, gradients),
             scope=scope,
             source=source,
             note=note,

@@ -67,7 +67,10 @@ def _bytes(each: Collective) -> float:
 
 
 def _crosses_often(each: Collective) -> bool:
-    return each.link in ("network", "both") and any(turn == "layer" for turn, _ in each.loops)
+    """Between hosts in every layer; weights and gradients in those of every microbatch, for once a step they must."""
+    turns = [turn for turn, _ in each.loops]
+    once = turns == ["layer"] and {"data", "replica"}.issuperset(each.axes)
+    return each.link in ("network", "both") and "layer" in turns and not once
 
 
 def _gathers_fp32(each: Collective) -> bool:
@@ -81,13 +84,14 @@ def _sum(those: Sequence[Collective]) -> str:
 
 
 def _often(those: Sequence[Collective]) -> str:
-    advice = (
-        "tensor belongs inside a host: put it last in mesh.order or make it smaller"
-        if "tensor" in those[0].axes
-        else "it is needed in every layer; a lower zero.stage moves less, a zero.group_size within a host crosses none"
-        if "data" in those[0].axes
-        else "an axis that is needed in every layer is best off inside a host: see mesh.order"
-    )
+    axes, links = those[0].axes, {each.link for each in those}
+    if "tensor" in axes:
+        advice = "tensor belongs inside a host: put it last in mesh.order or make it smaller"
+    elif "data" in axes:
+        advice = "a lower zero.stage moves less, fewer microbatches move it less often"
+        advice += ", a zero.group_size that fits a host keeps it there" if "both" in links else ""
+    else:
+        advice = "an axis that is needed in every layer is best off inside a host: see mesh.order"
     return f"Crosses hosts in every layer: {_sum(those)}; {advice}."
 
 

@@ -90,18 +90,21 @@ def argument_of(module: Module, origins: Origins, name: str) -> str:
     return "/".join(keys) if keys and made.scope.startswith("state.params") else made.scope
 
 
-def words_of(scope: str, source: str, parameters: Sequence[str] = ()) -> str:
+def words_of(scope: str, source: str, parameters: Sequence[str] = (), gradients: bool = False) -> str:
     """The part of the model and the pass: "attention + mlp, recomputed"; outside of the model the function's name.
 
-    Weights that are gathered are told as such, with where they stand in the state: "weights: layers, backward".
+    Weights that are gathered are told as such, by where they stand in the state: "weights: layers", and gradients that
+    are reduced to where those lie: "gradients: layers".
     """
     names = set(re.split(r"[^\w]+", scope))
     parts = [part for part in scopes.PARTS if part in names]
     inner = [part for part in parts if part != "layers"] or parts
-    phase = f", {scopes.phase_of(scope)}" if inner else ""
     if tops := list(dict.fromkeys(name.partition("/")[0] for name in parameters)):
-        return f"weights: {' + '.join(tops) if len(tops) < 4 else 'all kinds'}{phase}"
-    if not inner:
-        function = source.rpartition(" in ")[2]
-        return function.replace(".<locals>.<genexpr>", "").replace(".<locals>", "") or "step"
-    return f"{' + '.join(inner)}{phase}"
+        backward = ", backward" if inner and scopes.phase_of(scope) == "backward" else ""
+        return f"weights: {' + '.join(tops) if len(tops) < 4 else 'all kinds'}{backward}"
+    if gradients:
+        return f"gradients: {' + '.join(inner)}" if inner else "gradients"
+    if inner:
+        return f"{' + '.join(inner)}, {scopes.phase_of(scope)}"
+    function = source.rpartition(" in ")[2]
+    return function.replace(".<locals>.<genexpr>", "").replace(".<locals>", "") or "step"
