@@ -125,7 +125,7 @@ def test_a_window_and_a_causal_mask_count_the_pairs_they_show() -> None:
 
 
 def test_a_train_step_is_the_model_and_what_is_said_beside_it() -> None:
-    """Nothing is unexplained. Attention's forward pass is computed again, but for a layer by itself, where XLA sees it."""
+    """Nothing is unexplained. Attention's forward pass is computed again, but where a layer stands by itself."""
     section = tiny().facts["computed"]
     tokens, layers, heads, seq = 2048, 3, 4, 256
     attention, mlp, head = 256 * 64 * (2 * 4 + 2 * 2), 3 * 256 * 512, 256 * 512
