@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 
@@ -15,11 +16,11 @@ def varying_axes(*values: Any) -> tuple[str, ...]:
 
     In one order always: JAX holds sets, whose order differs between processes, which must all compile one program.
     """
-    found: set[str] = set()
-    for x in values:
-        kind = jax.typeof(x)
-        found |= kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # jax 0.10, jax 0.12
-    return tuple(sorted(found))
+    return tuple(sorted(set().union(*(_axes_of_type(jax.typeof(x)) for x in values))))
+
+
+def _axes_of_type(kind: Any) -> frozenset[str]:
+    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying  # type: ignore[no-any-return]  # 0.10, 0.12
 
 
 def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
@@ -27,6 +28,13 @@ def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     have = varying_axes(x)
     missing = tuple(axis for axis in axes if axis not in have)
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def zeros_like(fn: Callable[..., Any], *args: Any) -> Any:
+    """Zeros of the shapes, dtypes and varying axes of what `fn(*args)` would return; it is traced and dropped."""
+    jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    zeros = [vary(jnp.zeros(a.shape, a.dtype), sorted(_axes_of_type(a))) for a in jaxpr.out_avals]
+    return jax.tree.unflatten(jax.tree.structure(shapes), zeros)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from sharded_train.models.decoder import DecoderConfig
 from sharded_train.models.stack import Remat
 from sharded_train.optimizer import SGD, Constant
 from sharded_train.params import named_leaves
+from sharded_train.pipeline import PipelineConfig
 from sharded_train.precision import PrecisionConfig
 from sharded_train.sharding import ZeroConfig
 from sharded_train.step import Batch, Program, TrainConfig, build_program
@@ -50,17 +51,21 @@ class Layout:
     num_microbatches: int = 1
     remat: Remat = "none"
     overlap: bool = False
+    pipeline: int = 1
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    chunks: int | None = None
+    layers: tuple[int, ...] | None = None  # of each chunk
 
     @property
     def num_devices(self) -> int:
-        return self.data * self.tensor
+        return self.data * self.tensor * self.pipeline
 
     def __str__(self) -> str:
         group = f"in{self.group}" if self.group else ""
-        return (
-            f"data{self.data}-tensor{self.tensor}-zero{self.zero}{group}-micro{self.num_microbatches}-{self.remat}"
-            + ("-overlap" if self.overlap else "")
-        )
+        pipe = f"pipe{self.pipeline}-{self.schedule}{self.chunks or ''}-" if self.pipeline > 1 else ""
+        overlap = "-overlap" if self.overlap else ""
+        axes = f"{pipe}data{self.data}-tensor{self.tensor}"
+        return f"{axes}-zero{self.zero}{group}-micro{self.num_microbatches}-{self.remat}{overlap}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +84,16 @@ def program(model: DecoderConfig, layout: Layout, *, recipe: Literal["fp32", "bf
     )
     return build_program(
         model,
-        build_mesh(MeshConfig(data=layout.data, tensor=layout.tensor), jax.devices()[: layout.num_devices]),
+        build_mesh(
+            MeshConfig(pipeline=layout.pipeline, data=layout.data, tensor=layout.tensor),
+            jax.devices()[: layout.num_devices],
+        ),
         zero=ZeroConfig(layout.zero, group_size=layout.group),
         precision=PrecisionConfig(recipe),
         optimizer=SGD(),
         schedule=Constant(1.0),
         train=dataclasses.replace(steps, **train),
+        pipeline=PipelineConfig(layout.schedule, layout.chunks, layout.layers),
     )
 
 
@@ -111,14 +120,15 @@ def weights(program: Program) -> dict:
         return noise + np.float32(name.endswith("gain"))
 
     drawn = iter([draw(name) for name in named])
-    return jax.tree.map(lambda x: jax.device_put(next(drawn), x.sharding), program.abstract_state.params)
+    whole = program.staged(jax.tree.map(lambda _: next(drawn), program.abstract_state.params))
+    return jax.tree.map(lambda w, x: jax.device_put(w, x.sharding), whole, program.abstract_state.params)
 
 
 def measure(program: Program, seed: int = 0) -> Measurement:
     """Loss and gradients of the hard batch, gradients read back whole."""
     batch = jax.device_put(hard_batch(program.model, seed), program.batch_sharding)
     loss, grads, norm = jax.jit(program.loss_and_grads)(weights(program), batch, jax.random.key(seed))
-    leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(grads, None)}
+    leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(program.of_model(grads), None)}
     return Measurement(float(loss.nll / loss.num_tokens), float(norm), leaves)
 
 

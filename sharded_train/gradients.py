@@ -28,7 +28,7 @@ from sharded_train.local import Batch, Local, Loss, Microbatch
 from sharded_train.models import stack
 from sharded_train.models.stack import Source
 from sharded_train.params import Tree
-from sharded_train.sharding import is_placement
+from sharded_train.sharding import Plan, is_placement
 
 FP32 = jnp.dtype(jnp.float32)
 
@@ -73,28 +73,29 @@ class _Passes:
         """ZeRO 3. Where weights are fetched ahead a pass ends with those that the next one begins with."""
         layers = self.local.layers(self.shards)
         held = Held(None, layers, layers.at(0) if layers.ahead else None)
-        return self._many(held, self._settled_zeros(), microbatches, settle=True)
+        plan = self.local.plan
+        return self._many(held, settled_zeros(plan, plan.placements), microbatches, settle=True)
 
     def gathering_before(self, microbatches: Microbatch) -> tuple[jax.Array, Tree]:
         """ZeRO 0 to 2 with nothing hidden."""
         plan = self.local.plan
         held = Held(self.local.outer(self.shards), self.local.whole_layers(self.shards))
         if plan.zero.stage == 2:
-            return self._many(held, self._settled_zeros(), microbatches, settle=True)
-        nll, sums = self._many(held, self._local_zeros(plan.placements, FP32), microbatches, settle=False)
+            return self._many(held, settled_zeros(plan, plan.placements), microbatches, settle=True)
+        nll, sums = self._many(held, local_zeros(plan, plan.placements, FP32), microbatches, settle=False)
         return nll, plan.settle(sums, self.shards, plan.placements)
 
     def gathering_in_the_first(self, microbatches: Microbatch) -> tuple[jax.Array, Tree]:
         """ZeRO 0 to 2, layer by layer."""
         plan, m = self.local.plan, self.local.train.num_microbatches
         held = Held(self.local.outer(self.shards), self.local.layers(self.shards))
-        grads = self._settled_zeros()
+        grads = settled_zeros(plan, plan.placements)
         if plan.zero.stage == 2 or m == 1:
             first, held, grads = self._one(held, grads, _at(microbatches, 0), keep=True, settle=True)
             rest, grads = self._many(held, grads, _at(microbatches, slice(1, m)), settle=True)
             return first + rest, grads
         first, held, sums = self._one(
-            held, self._local_zeros(plan.placements, FP32), _at(microbatches, 0), keep=True, settle=False
+            held, local_zeros(plan, plan.placements, FP32), _at(microbatches, 0), keep=True, settle=False
         )
         plain = held._replace(layers=dataclasses.replace(held.layers, last_alone=False))
         middle, sums = self._many(plain, sums, _at(microbatches, slice(1, m - 1)), settle=False)
@@ -106,13 +107,13 @@ class _Passes:
         if microbatches.numbers.shape[0] == 0:
             return jnp.float32(0), sums
 
-        def add(carry: Any, microbatch: Microbatch) -> tuple[Any, None]:
+        def one(carry: Any, microbatch: Microbatch) -> tuple[Any, None]:
             nll, first, sums = carry
             more, after, sums = self._one(held._replace(first=first), sums, microbatch, settle=settle)
             return (nll + more, after.first, sums), None
 
         zero = compat.vary(jnp.float32(0), compat.varying_axes(microbatches.rows.tokens))
-        (nll, _, sums), _ = lax.scan(add, (zero, held.first, sums), microbatches)
+        (nll, _, sums), _ = lax.scan(one, (zero, held.first, sums), microbatches)
         return nll, sums
 
     def _one(
@@ -136,7 +137,7 @@ class _Passes:
         outer = local.outer(self.shards) if held.outer is None else held.outer
         x, embed_back = jax.vjp(lambda w: local.embed(w, rows, ctx), outer)
         with jax.named_scope("layers"):
-            whole = self._local_zeros(local.plan.placements["layers"], local.compute_dtype) if keep else None
+            whole = local_zeros(local.plan, local.plan.placements["layers"], local.compute_dtype) if keep else None
             up = stack.forward(block, held.layers, x, ctx, first=held.first, keep=whole)
 
         def mean(y: jax.Array, outer: Tree) -> tuple[jax.Array, jax.Array]:
@@ -149,25 +150,25 @@ class _Passes:
             held = held._replace(layers=Source(up.whole, last_alone=held.layers.last_alone))
         with jax.named_scope("layers"):
             collect = self._collect_layer(settle, before)
-            beside = self._collect_outer(settle, before, _float32(early))
+            beside = self._collect_outer(settle, before, float32(early))
             down = stack.backward(
                 block, held.layers, up.saved, d_y, ctx, collect, sums["layers"], last=up.last, beside=beside
             )
         (d_embed,) = embed_back(down.d_x)
-        late = {name: _add(_float32(d_outer[name]), d_embed[name]) for name in d_outer if name not in early}
+        late = {name: add(float32(d_outer[name]), d_embed[name]) for name in d_outer if name not in early}
         outside = {**beside, **self._collect_outer(settle, before, late)}
-        grads = {**_add({name: sums[name] for name in outside}, outside), "layers": down.sums}
+        grads = {**add({name: sums[name] for name in outside}, outside), "layers": down.sums}
         return nll, held._replace(first=down.first), grads
 
     def _collect_layer(self, settle: bool, before: Tree | None) -> stack.Collect:
         """What is summed of one layer's gradients."""
         plan, shards = self.local.plan, self.shards["layers"]
         if not settle:
-            return lambda grads, _: _float32(grads)
+            return lambda grads, _: float32(grads)
 
         def collect(grads: Tree, layer: jax.Array) -> Tree:
             if before is not None:
-                grads = _add(stack.layer_of(before["layers"], layer), grads)
+                grads = add(stack.layer_of(before["layers"], layer), grads)
             return plan.settle(grads, stack.layer_of(shards, layer), plan.placements["layers"])
 
         return collect
@@ -178,29 +179,31 @@ class _Passes:
             return grads
         plan, of_these = self.local.plan, lambda tree: {name: tree[name] for name in grads}
         if before is not None:
-            grads = _add(of_these(before), grads)
+            grads = add(of_these(before), grads)
         return plan.settle(grads, of_these(self.shards), of_these(plan.placements))
 
-    def _settled_zeros(self) -> Tree:
-        """Sums of gradients where the shards lie."""
-        plan = self.local.plan
-        of = lambda p: plan.zeros(p.spec.shape, p.stored, FP32)
-        return jax.tree.map(of, plan.placements, is_leaf=is_placement)
 
-    def _local_zeros(self, placements: Tree, dtype: jnp.dtype) -> Tree:
-        """What every device has of its own, shaped as gathered weights."""
-        plan = self.local.plan
-        of = lambda p: compat.vary(plan.zeros(p.spec.shape, p.gathered, dtype), plan.axes)
-        return jax.tree.map(of, placements, is_leaf=is_placement)
+def settled_zeros(plan: Plan, placements: Tree) -> Tree:
+    """Sums of gradients where the shards lie."""
+    of = lambda p: plan.zeros(p.spec.shape, p.stored, FP32)
+    return jax.tree.map(of, placements, is_leaf=is_placement)
+
+
+def local_zeros(plan: Plan, placements: Tree, dtype: jnp.dtype) -> Tree:
+    """What every device has of its own, shaped as gathered weights."""
+    of = lambda p: compat.vary(plan.zeros(p.spec.shape, p.gathered, dtype), plan.axes)
+    return jax.tree.map(of, placements, is_leaf=is_placement)
 
 
 def _at(microbatches: Microbatch, where: int | slice) -> Microbatch:
     return jax.tree.map(lambda a: a[where], microbatches)  # type: ignore[no-any-return]
 
 
-def _float32(tree: Tree) -> Tree:
+def float32(tree: Tree) -> Tree:
+    """Every leaf in fp32."""
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-def _add(sums: Tree, tree: Tree) -> Tree:
+def add(sums: Tree, tree: Tree) -> Tree:
+    """fp32 sums with a tree of any dtype added."""
     return jax.tree.map(lambda s, x: s + x.astype(jnp.float32), sums, tree)

@@ -133,7 +133,7 @@ class Local:
     def layer_bytes(self) -> int:
         """Of one layer's gathered weights."""
         placements = jax.tree.leaves(self.plan.placements["layers"], is_leaf=is_placement)
-        sizes = (math.prod(self.plan.local_shape(p.spec.shape, p.gathered)) // p.spec.shape[0] for p in placements)
+        sizes = (math.prod(shape[1:]) for p in placements if (shape := self.plan.local_shape(p.spec.shape, p.gathered)))
         return sum(sizes) * self.compute_dtype.itemsize
 
     # ---- parts of the model ---------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Init = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 Tree = Any  # nested dict with one kind of leaf
@@ -76,15 +77,22 @@ def count(specs: Tree) -> int:
     return sum(spec.size for _, spec in named_leaves(specs))
 
 
-def initialize(specs: Tree, key: jax.Array) -> Tree:
-    """fp32 initial values, a pure function of (key, name, layer): the same on any mesh and at any depth."""
+def initialize(specs: Tree, key: jax.Array, order: np.ndarray | None = None) -> Tree:
+    """fp32 initial values, a pure function of (key, name, layer): the same on any mesh and at any depth.
+
+    `order` is which layer of the model each one of a stack is, -1 for none: zeros.
+    """
     names = iter(dict(named_leaves(specs)))
 
     def one(spec: ParamSpec) -> jax.Array:
         own = jax.random.fold_in(key, zlib.crc32(next(names).encode()))
         if not spec.stacked:
             return spec.init(own, spec.shape)
-        layers = jax.vmap(lambda i: jax.random.fold_in(own, i))(jnp.arange(spec.shape[0]))
-        return jax.vmap(lambda k: spec.init(k, spec.shape[1:]))(layers)
+        numbers = np.arange(spec.shape[0]) if order is None else order
+        keys = jax.vmap(lambda i: jax.random.fold_in(own, i))(jnp.asarray(numbers))
+        drawn = jax.vmap(lambda k: spec.init(k, spec.shape[1:]))(keys)
+        return (
+            drawn if (numbers >= 0).all() else jnp.where((numbers >= 0).reshape(-1, *[1] * (drawn.ndim - 1)), drawn, 0)
+        )
 
     return tree_map(one, specs)

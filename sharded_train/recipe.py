@@ -15,6 +15,7 @@ from sharded_train.errors import ConfigError
 from sharded_train.mesh import MeshConfig
 from sharded_train.models.decoder import DecoderConfig
 from sharded_train.optimizer import AdamW, Cosine, Optimizer, Schedule
+from sharded_train.pipeline import PipelineConfig
 from sharded_train.precision import PrecisionConfig
 from sharded_train.sharding import ZeroConfig
 from sharded_train.step import Program, TrainConfig, build_program
@@ -52,6 +53,7 @@ class Recipe:
     model: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     zero: ZeroConfig = dataclasses.field(default_factory=ZeroConfig)
+    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
     optimizer: Optimizer = dataclasses.field(default_factory=AdamW)
     schedule: Schedule = dataclasses.field(default_factory=Cosine)
@@ -95,6 +97,7 @@ def program_on(recipe: Recipe, mesh: Mesh) -> Program:
         optimizer=recipe.optimizer,
         schedule=recipe.schedule,
         train=recipe.train,
+        pipeline=recipe.pipeline,
     )
 
 

@@ -77,7 +77,7 @@ def axis_sizes(recipe: Recipe, num_devices: int | None) -> tuple[dict[str, int],
         known = {axis: size for axis, size in sizes.items() if num_devices is not None or axis in known}
     except ConfigError as error:
         problems = error.problems
-    for axis in ("pipeline", "sequence"):
+    for axis in ("sequence",):
         if known.get(axis, 1) > 1:
             problems.append(f"mesh.{axis} = {known[axis]}: not built yet: {axis} parallelism; leave it at 1")
     return known, problems

@@ -25,8 +25,9 @@ from sharded_train.ops import attention
 from sharded_train.optimizer import Optimizer, Schedule, learning_rate
 from sharded_train.optimizer.state import TrainState, is_slot, slots_of, update
 from sharded_train.params import Tree
+from sharded_train.pipeline import Pipeline, PipelineConfig, executor, pipeline_of
 from sharded_train.precision import PrecisionConfig
-from sharded_train.sharding import Plan, ZeroConfig, plan_of, split_data
+from sharded_train.sharding import Plan, ZeroConfig, is_placement, plan_of, split_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +41,11 @@ class Program:
     optimizer: Optimizer
     schedule: Schedule
     train: TrainConfig
+    pipe: Pipeline | None  # None: one stage
 
     @functools.cached_property
     def specs(self) -> Tree:
+        """The model's parameters; over a pipeline the state has its layers in another order: `pipeline.stages`."""
         return decoder.param_specs(self.model)
 
     @functools.cached_property
@@ -59,12 +62,16 @@ class Program:
     @functools.cached_property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, without any array."""
+        return self._abstract(self.plan)
 
+    def _abstract(self, plan: Plan) -> TrainState:
         def place(shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
 
-        stored = params.tree_map(lambda w, at: place(w.shape, jnp.float32, at), self.specs, self.plan.stored)
-        slots = slots_of(self.optimizer, self.plan)
+        stored = jax.tree.map(
+            lambda p: place(p.spec.shape, jnp.float32, p.stored), plan.placements, is_leaf=is_placement
+        )
+        slots = slots_of(self.optimizer, plan)
         opt_state = jax.tree.map(lambda s: place(s.shape, s.dtype, s.stored), slots, is_leaf=is_slot)
         ema = None if self.train.ema_decay is None else stored
         return TrainState(place((), jnp.int32, P()), stored, opt_state, ema)
@@ -95,7 +102,7 @@ class Program:
         """The state before the first step, each device making its own shards; the same numbers on any mesh."""
 
         def make(key: jax.Array) -> TrainState:
-            weights = params.initialize(self.specs, key)
+            weights = params.initialize(self.specs, key, None if self.pipe is None else self.pipe.order)
             opt_state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract_state.opt_state)
             ema = None if self.train.ema_decay is None else weights
             return TrainState(jnp.int32(0), weights, opt_state, ema)
@@ -134,7 +141,12 @@ class Program:
 
         def local(shards: Tree, batch: Batch, token_bytes: jax.Array) -> tuple[Loss, jax.Array]:
             bytes_ = jnp.where(batch.targets >= 0, token_bytes[batch.targets], 0).sum()
-            return self.local.loss(shards, batch), self.local.over_rows(bytes_)
+            loss = (
+                self.local.loss(shards, batch)
+                if self.pipe is None
+                else executor.loss(self.local, self.pipe, shards, batch)
+            )
+            return loss, self.local.over_rows(bytes_)
 
         return jax.jit(self._on_mesh(local, (self.plan.stored, self._rows, P()), P()))
 
@@ -148,6 +160,8 @@ class Program:
         """(params, batch, key) -> loss, gradients of the mean loss where the params lie, their global norm."""
         in_specs = (self.plan.stored, self._rows, P())
         local = functools.partial(loss_and_grads, self.local)
+        if self.pipe is not None:
+            local = functools.partial(executor.loss_and_grads, self.local, self.pipe)
         return self._on_mesh(local, in_specs, (P(), self.plan.stored, P()))
 
     @functools.cached_property
@@ -160,6 +174,20 @@ class Program:
     @functools.cached_property
     def learning_rate(self) -> Callable[[jax.typing.ArrayLike], jax.Array]:
         return learning_rate(self.schedule, self.train.num_steps)
+
+    # ---- the model's order of layers, and the stages' ---------------------------------------------------------------
+
+    def staged(self, tree: Tree) -> Tree:
+        """A tree like the parameters (or with trees in place of each), its layers put in the order of the stages."""
+        if self.pipe is None:
+            return tree
+        return {**tree, "layers": jax.tree.map(self.pipe.staged, tree["layers"])}
+
+    def of_model(self, tree: Tree) -> Tree:
+        """The way back."""
+        if self.pipe is None:
+            return tree
+        return {**tree, "layers": jax.tree.map(self.pipe.of_model, tree["layers"])}
 
     # ---- the step -----------------------------------------------------------------------------------------------
 
@@ -193,8 +221,20 @@ def build_program(
     optimizer: Optimizer,
     schedule: Schedule,
     train: TrainConfig,
+    pipeline: PipelineConfig,
 ) -> Program:
     """The program of a checked recipe on a mesh; nothing is compiled before it is called."""
     mesh = split_data(mesh, zero.group_size)
-    plan = plan_of(decoder.param_specs(model), dict(mesh.shape), zero)
-    return Program(model, mesh, plan, precision, optimizer, schedule, train)
+    specs, sizes = decoder.param_specs(model), dict(mesh.shape)
+    pipe = None
+    if sizes["pipeline"] > 1:
+        pipe = pipeline_of(
+            pipeline,
+            specs,
+            sizes["pipeline"],
+            train.num_microbatches,
+            sequence_length=train.sequence_length,
+            remat=train.remat == "full",
+        )
+        specs = pipe.staged_specs(specs)
+    return Program(model, mesh, plan_of(specs, sizes, zero), precision, optimizer, schedule, train, pipe)

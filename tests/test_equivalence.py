@@ -38,6 +38,9 @@ CASES = [
     ("llama", Layout(data=4, tensor=2, zero=1, overlap=True)),
     ("gpt2", Layout(data=2, tensor=2, zero=2, num_microbatches=2, remat="full", overlap=True)),
     ("gpt2", Layout(data=2, tensor=4, zero=3, num_microbatches=2, remat="selective", overlap=True)),
+    # pipelines: schedules, uneven layers (the head weighs as much as many), tied tables, any number of microbatches
+    ("llama", Layout(pipeline=2, num_microbatches=2, schedule="gpipe", layers=(2, 1))),
+    ("llama", Layout(pipeline=2, data=2, tensor=2, zero=1, num_microbatches=4)),
     # groups of ZeRO smaller than data
     ("llama", Layout(data=4, tensor=2, zero=3, group=2, num_microbatches=2)),
     ("gpt2", Layout(data=8, zero=1, group=4, num_microbatches=1, remat="full")),

@@ -14,7 +14,7 @@ ROOMS = {
     "language": "errors compat gpu_flags config config_values config_file mesh mesh_picture sharding params "
     "collectives precision schedules",
     "model": "ops models",
-    "step": "optimizer local gradients step flops equivalence",
+    "step": "optimizer local gradients pipeline step flops equivalence",
     "run": "data checkpoint workdir metrics devices peak recipe recipe_checks recipe_warnings assemble report stopping "
     "memory train evaluate generate show show_tables data_verb data_rows schedule_verb schedule_picture "
     "schedule_remarks rehearse "

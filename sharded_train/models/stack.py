@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharded_train import compat
 from sharded_train.params import Tree
 
 Remat = Literal["none", "selective", "full"]
 Block = Callable[[jax.Array, Any, Any, jax.Array], jax.Array]  # (x, weights, context, layer) -> x
-Collect = Callable[[Tree, jax.Array], Tree]  # (gradients of a layer's weights, layer) -> what is summed of them
+Collect = Callable[[Tree, jax.Array], Tree]  # (gradients of a layer's weights, its place) -> what is summed of them
 Saved = tuple[list[jax.Array], list[jax.Array] | None]  # of layers [layers, ...]; of the last one, if it is by itself
 
 SAVED = "saved"  # the name that blocks give to values which the selective policy keeps
@@ -57,19 +58,26 @@ class Source:
 
     With `ahead` it is called one layer early, so that what it communicates hides behind the layer before. With
     `last_alone` the last layer stands outside of the loop, so that what the head communicates can hide behind it.
+
+    A pass over some of the layers only says which: `depth` of them from `start` on, the first of which is number
+    `first` of the model, and of which only `count` are there, the rest being padding that is passed over.
     """
 
     stacked: Tree
     fetch: Callable[[Tree], Tree] = lambda weights: weights
     ahead: bool = False
     last_alone: bool = False
+    start: jax.Array | int = 0
+    first: jax.Array | int = 0
+    depth: int | None = None  # None: all of `stacked`
+    count: jax.Array | None = None  # None: depth
 
     @property
-    def depth(self) -> int:
-        return int(jax.tree.leaves(self.stacked)[0].shape[0])
+    def num_layers(self) -> int:
+        return int(jax.tree.leaves(self.stacked)[0].shape[0]) if self.depth is None else self.depth
 
     def at(self, layer: jax.Array | int) -> Tree:
-        return self.fetch(layer_of(self.stacked, layer))
+        return self.fetch(layer_of(self.stacked, self.start + layer))
 
 
 class Forward(NamedTuple):
@@ -94,7 +102,7 @@ def run(block: Block, source: Source, x: jax.Array, context: Any) -> jax.Array:
 
     `context` is what all layers see and nothing is differentiated by.
     """
-    visit = lambda x, weights, layer: (block(x, weights, context, layer), None)
+    visit = lambda x, weights, layer: (block(x, weights, context, source.first + layer), None)
     return _upwards(visit, x, source)[0]  # type: ignore[no-any-return]
 
 
@@ -108,8 +116,8 @@ def forward(
 
     def visit(carry: Any, weights: Tree, layer: jax.Array) -> tuple[Any, list[jax.Array]]:
         x, keep = carry
-        y, pullback = _vjp(block, x, weights, context, layer)
-        kept = _depends_on_x(block, x, weights, context, layer)
+        args = (x, weights, context, source.first + layer)
+        (y, pullback), kept = _vjp(block, *args), _depends_on_x(block, *args)
         saved = [leaf for leaf, keep_it in zip(jax.tree.leaves(pullback), kept, strict=True) if keep_it]
         if keep is not None:
             keep = jax.tree.map(lambda a, w: lax.dynamic_update_index_in_dim(a, w, layer, 0), keep, weights)
@@ -140,11 +148,13 @@ def backward(
 
     def visit(carry: Any, weights: Tree, layer: jax.Array, saved: list[jax.Array]) -> Any:
         d_x, sums = carry
-        again, treedef = jax.tree.flatten(_vjp(block, anything, weights, context, layer)[1])
-        kept, rest = _depends_on_x(block, anything, weights, context, layer), iter(saved)
+        args = (anything, weights, context, source.first + layer)
+        again, treedef = jax.tree.flatten(_vjp(block, *args)[1])
+        kept, rest = _depends_on_x(block, *args), iter(saved)
         leaves = [next(rest) if keep_it else leaf for leaf, keep_it in zip(again, kept, strict=True)]
         d_x, d_weights = jax.tree.unflatten(treedef, leaves)(d_x)
-        return d_x, jax.tree.map(lambda s, g: _add_at(s, g, layer), sums, collect(d_weights, layer))
+        at = source.start + layer
+        return d_x, jax.tree.map(lambda s, g: _add_at(s, g, at), sums, collect(d_weights, at))
 
     (d_x, sums), first = _downwards(visit, (d_y, sums), source, saved, last, beside)
     return Backward(d_x, sums, first)
@@ -159,13 +169,17 @@ def _upwards(
     visit: Callable[..., Any], carry: Any, source: Source, first: Tree | None = None
 ) -> tuple[Any, Saved, Tree | None]:
     """`visit(carry, weights, layer) -> (carry, saved)` from the first layer to the last; also its weights."""
-    top = source.depth - 1
+    top = source.num_layers - 1
+    assert source.count is None or not (source.ahead or source.last_alone)
 
     def step(carry: Any, layer: jax.Array) -> tuple[Any, Any]:
         carry, weights = carry
         following = source.at(layer + 1) if source.ahead else None
-        carry, saved = visit(carry, weights if source.ahead else source.at(layer), layer)
-        return (carry, following), saved
+        here = lambda: visit(carry, weights if source.ahead else source.at(layer), layer)
+        if source.count is not None:
+            here = lambda here=here: lax.cond(layer < source.count, here, lambda: (carry, compat.zeros_like(here)[1]))
+        out, saved = here()
+        return (out, following), saved
 
     if not source.last_alone:
         assert not source.ahead
@@ -184,13 +198,14 @@ def _downwards(
     visit: Callable[..., Any], carry: Any, source: Source, saved: Saved, last: Tree | None, beside: Tree
 ) -> tuple[Any, Tree | None]:
     """`visit(carry, weights, layer, saved) -> carry` from the last layer to the first; also its weights."""
-    (below, at_top), top = saved, source.depth - 1
+    (below, at_top), top = saved, source.num_layers - 1
 
     def step(carry: Any, now: Any) -> tuple[Any, None]:
         (carry, weights), (layer, saved) = carry, now
         following = source.at(jnp.maximum(layer - 1, 0)) if source.ahead else None
-        carry = visit(carry, weights if source.ahead else source.at(layer), layer, saved)
-        return (carry, following), None
+        here = lambda: visit(carry, weights if source.ahead else source.at(layer), layer, saved)
+        out = here() if source.count is None else lax.cond(layer < source.count, here, lambda: carry)
+        return (out, following), None
 
     if at_top is None:
         (carry, _), _ = lax.scan(step, (carry, None), (jnp.arange(top + 1), below), reverse=True)

@@ -1,0 +1,291 @@
+"""Runs a schedule's table: one program for all stages, inside the manual `jax.shard_map`.
+
+The step is a scan over ticks. In each tick a device receives what its neighbours sent, does the forward and the
+backward that the table gives its stage, and sends on. A stage that has nothing to do takes the idle branch of a
+conditional: all devices of a tensor or data group are of one stage and take the same branch, so that their collectives
+may stand inside of it; collectives over `pipeline` stand outside.
+
+What waits lies in buffers as large as the most that the schedule ever holds, not as the number of microbatches.
+Gradients are summed where they arise: under ZeRO 0 and 1 whole, in fp32, and settled once after the last tick; under
+2 and 3 the layers' in every backward. Weights outside the layers are gathered before the first tick and their
+gradients settled after the last, under every stage of ZeRO: they belong to all stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sharded_train import compat
+from sharded_train.collectives import axis_index
+from sharded_train.gradients import FP32, add, float32, local_zeros, settled_zeros
+from sharded_train.local import Batch, Local, Loss, Microbatch
+from sharded_train.models import stack
+from sharded_train.models.stack import Source
+from sharded_train.params import Tree
+from sharded_train.pipeline.stages import Pipeline
+
+AXIS = "pipeline"
+
+
+class Now(NamedTuple):
+    """What the tables tell one stage for one tick."""
+
+    forward: jax.Array
+    backward: jax.Array
+    arriving_input: jax.Array
+    forward_input: jax.Array
+    backward_input: jax.Array
+    arriving_cotangent: jax.Array
+    backward_cotangent: jax.Array
+
+
+class Carry(NamedTuple):
+    """What a stage has between ticks. Buffers are `[slots + 1, ...]`; what is written nowhere goes to the last one."""
+
+    inputs: jax.Array
+    saved: Tree  # of each forward, for its backward: what the layers save, and their output
+    cotangents: jax.Array
+    sent_on: jax.Array  # by the stage before: its output
+    sent_back: jax.Array  # by the stage after: the cotangent of its input
+    sums: Tree
+    nll: jax.Array
+
+
+def loss_and_grads(
+    local: Local, pipe: Pipeline, shards: Tree, batch: Batch, key: jax.Array
+) -> tuple[Loss, Tree, jax.Array]:
+    """As `gradients.loss_and_grads`, over the stages of a pipeline."""
+    num_tokens = local.num_targets(batch)
+    stage = _Stage.of(local, pipe, shards, batch, key, num_tokens)
+    carry, _ = lax.scan(stage.tick, stage.start(), stage.tables())
+    plan, sums = local.plan, carry.sums
+    layers, names = sums["layers"], plan.placements
+    outside = {name: total for name, total in sums.items() if name != "layers"}
+    of_these = lambda tree: {name: tree[name] for name in outside}
+    grads = plan.settle(outside, of_these(shards), of_these(names))
+    if plan.zero.stage <= 1:
+        layers = plan.settle(layers, shards["layers"], names["layers"])
+    grads = {**grads, "layers": layers}
+    return Loss(local.over_rows(lax.psum(carry.nll, AXIS)), num_tokens), grads, local.global_norm(grads)
+
+
+def loss(local: Local, pipe: Pipeline, shards: Tree, batch: Batch) -> Loss:
+    """As `Local.loss`: the forward half of the same table."""
+    num_tokens = local.num_targets(batch)
+    stage = _Stage.of(local, pipe, shards, batch, None, num_tokens)
+    x = stage.nothing()
+
+    def tick(carry: Any, now: Now) -> tuple[Any, None]:
+        inputs, sent_on, nll = carry
+        inputs = _put(inputs, sent_on, now.arriving_input)
+
+        def forward() -> tuple[jax.Array, jax.Array]:
+            work = stage.work(now.forward)
+            x = stage.input_of(work, inputs, now.forward_input)
+            y = stack.run(stage.block, work.layers, x, work.context)
+            one = lambda: local.head(stage.outer, y, work.microbatch.rows)[1]
+            return y, lax.cond(work.last, one, lambda: compat.zeros_like(one))
+
+        y, more = lax.cond(now.forward >= 0, forward, lambda: compat.zeros_like(forward))
+        return (inputs, stage.send(y, 1), nll + more), None
+
+    tables = stage.tables()
+    ticks = 1 + int(np.flatnonzero((pipe.schedule.forward >= 0).any(1))[-1])
+    first = jax.tree.map(lambda table: table[:ticks], tables)
+    (_, _, nll), _ = lax.scan(tick, (_slots(x, pipe.slots.num_inputs), x, stage.zero_nll()), first)
+    return Loss(local.over_rows(lax.psum(nll, AXIS)), num_tokens)
+
+
+class Work(NamedTuple):
+    """One item of the table: a microbatch and a chunk."""
+
+    microbatch: Microbatch
+    context: Any
+    layers: Source
+    first: jax.Array  # whether it is the model's first chunk
+    last: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stage:
+    """One device's stage, for one step."""
+
+    local: Local
+    pipe: Pipeline
+    shards: Tree
+    outer: Tree  # gathered
+    layers: Source  # all chunks of this stage
+    microbatches: Microbatch  # [microbatch, ...]
+    key: jax.Array | None
+    num_tokens: jax.Array
+    number: jax.Array | int  # which stage
+
+    @classmethod
+    def of(
+        cls, local: Local, pipe: Pipeline, shards: Tree, batch: Batch, key: jax.Array | None, num_tokens: jax.Array
+    ) -> _Stage:
+        m = local.train.num_microbatches
+        microbatches = Microbatch(batch, local.token_numbers(batch))
+        microbatches = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:]), microbatches)
+        layers = local.layers(shards) if local.plan.zero.stage == 3 else local.whole_layers(shards)
+        layers = dataclasses.replace(layers, ahead=False, last_alone=False)
+        outer = local.outer(shards)
+        return cls(local, pipe, shards, outer, layers, microbatches, key, num_tokens, axis_index(AXIS))
+
+    @property
+    def block(self) -> stack.Block:
+        return self.local.block(self.microbatches.numbers.shape[1])
+
+    # ---- tables and buffers -----------------------------------------------------------------------------------------
+
+    def tables(self) -> Now:
+        """This stage's columns of the schedule and its slots, each `[tick]`."""
+        schedule, slots = self.pipe.schedule, self.pipe.slots
+        tables = Now(
+            schedule.forward,
+            schedule.backward,
+            slots.arriving_input,
+            slots.forward_input,
+            slots.backward_input,
+            slots.arriving_cotangent,
+            slots.backward_cotangent,
+        )
+        column = lambda table: lax.dynamic_index_in_dim(jnp.asarray(table), self.number, 1, keepdims=False)
+        return jax.tree.map(column, tables)  # type: ignore[no-any-return]
+
+    def nothing(self) -> jax.Array:
+        """Activations of a microbatch between stages, zero."""
+        rows, _, seq = (*self.microbatches.numbers.shape[1:2], None, self.microbatches.numbers.shape[2])
+        seq //= self.local.plan.sizes["tensor"]
+        shape = (rows, seq, self.local.model.d_model)
+        return compat.vary(jnp.zeros(shape, self.local.compute_dtype), self.local.plan.axes)
+
+    def zero_nll(self) -> jax.Array:
+        return compat.vary(jnp.float32(0), [axis for axis in self.local.plan.axes if axis != "tensor"])
+
+    def start(self) -> Carry:
+        x, slots, plan = self.nothing(), self.pipe.slots, self.local.plan
+        inputs = _slots(x, slots.num_inputs)
+        item, slot = jnp.int32(0), jnp.int32(0)
+        saved = compat.zeros_like(lambda: self.forward(*self.varying(item, slot), inputs)[1])
+        whole = local_zeros(plan, plan.placements, FP32)
+        layers = whole["layers"] if plan.zero.stage <= 1 else settled_zeros(plan, plan.placements["layers"])
+        return Carry(
+            inputs,
+            jax.tree.map(lambda a: _slots(a, slots.num_inputs), saved),
+            _slots(x, slots.num_cotangents),
+            x,
+            x,
+            {**whole, "layers": layers},
+            self.zero_nll(),
+        )
+
+    def varying(self, *xs: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(compat.vary(x, (AXIS,)) for x in xs)
+
+    # ---- one tick ---------------------------------------------------------------------------------------------------
+
+    def tick(self, carry: Carry, now: Now) -> tuple[Carry, None]:
+        inputs = _put(carry.inputs, carry.sent_on, now.arriving_input)
+        cotangents = _put(carry.cotangents, carry.sent_back, now.arriving_cotangent)
+        forward = lambda: self.forward(now.forward, now.forward_input, inputs)
+        y, kept = lax.cond(now.forward >= 0, forward, lambda: compat.zeros_like(forward))
+        saved = jax.tree.map(lambda buffer, x: _put(buffer, x, now.forward_input), carry.saved, kept)
+
+        def backward(sums: Tree, nll: jax.Array) -> tuple[jax.Array, Tree, jax.Array]:
+            return self.backward(now, saved, cotangents, sums, nll)
+
+        idle = lambda sums, nll: (self.nothing(), sums, nll)
+        d_x, sums, nll = lax.cond(now.backward >= 0, backward, idle, carry.sums, carry.nll)
+        return Carry(inputs, saved, cotangents, self.send(y, 1), self.send(d_x, -1), sums, nll), None
+
+    def work(self, item: jax.Array) -> Work:
+        pipe, v = self.pipe, self.pipe.num_chunks
+        chunk = item % v
+        microbatch = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, item // v, 0, False), self.microbatches)
+        counts = self.pipe.split.layers  # [stage, chunk]
+        number = np.maximum(pipe.order.reshape(pipe.num_stages, v, -1)[:, :, 0], 0)
+        here = lambda table: jnp.asarray(table, jnp.int32)[self.number, chunk]
+        layers = dataclasses.replace(
+            self.layers,
+            start=chunk * pipe.chunk_layers,
+            first=here(number),
+            depth=pipe.chunk_layers,
+            count=here(counts) if pipe.padded else None,
+        )
+        first, last = (self.number == 0) & (chunk == 0), (self.number == pipe.num_stages - 1) & (chunk == v - 1)
+        return Work(microbatch, self.local.context(microbatch, self.key), layers, first, last)
+
+    def input_of(self, work: Work, inputs: jax.Array, slot: jax.Array) -> jax.Array:
+        """The embedding, or what the stage before has sent."""
+        embed = lambda: self.local.embed(self.outer, work.microbatch.rows, work.context)
+        return lax.cond(work.first, embed, lambda: _get(inputs, slot))  # type: ignore[no-any-return]
+
+    def forward(self, item: jax.Array, slot: jax.Array, inputs: jax.Array) -> tuple[jax.Array, Tree]:
+        """The output of the item's chunk, and what its backward needs."""
+        work = self.work(item)
+        x = self.input_of(work, inputs, slot)
+        with jax.named_scope("layers"):
+            up = stack.forward(self.block, work.layers, x, work.context)
+        return up.y, (up.saved, up.y)
+
+    def backward(
+        self, now: Now, saved: Tree, cotangents: jax.Array, sums: Tree, nll: jax.Array
+    ) -> tuple[jax.Array, Tree, jax.Array]:
+        """The cotangent of the input of the item's chunk; the sums with the item's gradients and loss."""
+        local, work = self.local, self.work(now.backward)
+        kept, y = jax.tree.map(lambda buffer: _get(buffer, now.backward_input), saved)
+        outside = {name: total for name, total in sums.items() if name != "layers"}
+
+        def head() -> tuple[jax.Array, Tree, jax.Array]:
+            def mean(y: jax.Array, outer: Tree) -> tuple[jax.Array, jax.Array]:
+                objective, nll = local.head(outer, y, work.microbatch.rows)
+                return objective / jnp.maximum(self.num_tokens, 1), nll
+
+            (_, more), (d_y, d_outer) = jax.value_and_grad(mean, argnums=(0, 1), has_aux=True)(y, self.outer)
+            return d_y, add(outside, d_outer), nll + more
+
+        received = lambda: (_get(cotangents, now.backward_cotangent), outside, nll)
+        d_y, outside, nll = lax.cond(work.last, head, received)
+        with jax.named_scope("layers"):
+            down = stack.backward(self.block, work.layers, kept, d_y, work.context, self.collect, sums["layers"])
+
+        def embed_back() -> Tree:
+            embed = lambda outer: local.embed(outer, work.microbatch.rows, work.context)
+            (d_outer,) = jax.vjp(embed, self.outer)[1](down.d_x)
+            return add(outside, d_outer)
+
+        outside = lax.cond(work.first, embed_back, lambda: outside)
+        return down.d_x, {**outside, "layers": down.sums}, nll
+
+    def collect(self, grads: Tree, place: jax.Array) -> Tree:
+        """What is summed of one layer's gradients."""
+        plan = self.local.plan
+        if plan.zero.stage <= 1:
+            return float32(grads)
+        return plan.settle(grads, stack.layer_of(self.shards["layers"], place), plan.placements["layers"])
+
+    def send(self, x: jax.Array, by: int) -> jax.Array:
+        """To the next stage, or the one before; round the end of the ring only where a stage has several chunks."""
+        p = self.pipe.num_stages
+        pairs = [(i, (i + by) % p) for i in range(p) if self.pipe.num_chunks > 1 or 0 <= i + by < p]
+        return lax.ppermute(x, AXIS, pairs)
+
+
+def _slots(x: jax.Array, num: int) -> jax.Array:
+    """A buffer of `num` slots for such arrays, and one for what nobody reads."""
+    return jnp.broadcast_to(jnp.zeros_like(x), (num + 1, *x.shape))
+
+
+def _put(buffer: jax.Array, x: jax.Array, slot: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(buffer, x, jnp.where(slot < 0, buffer.shape[0] - 1, slot), 0)
+
+
+def _get(buffer: jax.Array, slot: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), 0, keepdims=False)
