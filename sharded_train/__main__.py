@@ -52,11 +52,11 @@ def _run(argv: list[str]) -> int:
     return verb.run(args, overrides)
 
 
-def _recipe(args: argparse.Namespace, overrides: list[str], *, start: bool = True) -> Recipe:
+def _recipe(args: argparse.Namespace, overrides: list[str], *, start: bool = True, check: bool = True) -> Recipe:
     """The recipe of --config, else the one that the run in --workdir was started with; then the overrides.
 
-    Checked as far as it can be without devices; JAX is started only after that, unless `start` says that no device is
-    needed. The verbs check the rest.
+    Checked as far as it can be without devices, where `check` does not leave all of it to the verb; JAX is started only
+    after that, unless `start` says that no device is needed. The verbs check the rest.
     """
     with launch.quiet_plugin():
         from sharded_train import recipe, workdir
@@ -67,7 +67,8 @@ def _recipe(args: argparse.Namespace, overrides: list[str], *, start: bool = Tru
         # Reading a model needs no certain number of devices: data takes what there is, unless it is told otherwise.
         any_data = [] if any(o.startswith("--config.mesh.") for o in overrides) else ["--config.mesh.data=-1"]
         asked = recipe.from_dict(to_dict(workdir.read_recipe(args.workdir)), [*any_data, *overrides])
-    recipe.check(asked, None)
+    if check:
+        recipe.check(asked, None)
     if start:
         launch.start(args)
     return asked
@@ -120,7 +121,7 @@ def _data(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _rehearse(args: argparse.Namespace, overrides: list[str]) -> int:
     variants = args.compare or {str(args.config): []}
-    recipes = {name: _recipe(args, [*overrides, *more], start=False) for name, more in variants.items()}
+    recipes = {name: _recipe(args, [*overrides, *more], start=False, check=False) for name, more in variants.items()}
     launch.without_gpu()
     from sharded_train.rehearse_verb import rehearse
 

@@ -1,0 +1,163 @@
+"""The verb rehearse: what is refused and when, what a failing compiler leaves, and one rehearsal from end to end."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import pytest
+
+from sharded_train import launch, rehearse_verb
+from sharded_train.__main__ import main
+from sharded_train.config_file import CONFIGS
+from sharded_train.rehearse import compile as compiling
+
+BIG = f"--config={CONFIGS / 'llama3_8b.py'}"
+CONFIG = """
+def get_config():
+    return {
+        "model": {"vocab_size": 256, "d_model": 128, "num_layers": 2, "num_heads": 2, "d_ff": 256},
+        "mesh": {"data": 2, "tensor": 2},
+        "zero": {"stage": 3},
+        "precision": {"recipe": "bf16"},
+        "train": {"global_batch_size": 4, "sequence_length": 256, "num_microbatches": 1},
+    }
+"""
+DOCUMENTED = Path(__file__).parents[1] / "docs" / "rehearse.md"
+needs_plugin = pytest.mark.skipif(
+    not launch.has_plugin(), reason="JAX's CUDA plugin is not installed: make setup-rehearse"
+)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    path = tmp_path / "small.py"
+    path.write_text(CONFIG)
+    return f"--config={path}"
+
+
+@pytest.fixture
+def never_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> NoReturn:
+        raise AssertionError("this must be refused before any device is made")
+
+    monkeypatch.setattr(rehearse_verb, "rehearse_one", fail)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
+    assert main(["rehearse", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return [line.removeprefix("error: ") for line in err.splitlines()]
+
+
+@pytest.mark.usefixtures("never_compiles")
+class TestRefused:
+    def test_an_unknown_kind_lists_the_known(self, capsys: pytest.CaptureFixture[str]) -> None:
+        (problem,) = refused(capsys, BIG, "--cluster=h101:8x8")
+        assert "did you mean h100? known are h100, h200, a100, b200, gb200" in problem
+
+    def test_what_cannot_be_laid_out(self, capsys: pytest.CaptureFixture[str]) -> None:
+        (problem,) = refused(
+            capsys, BIG, "--cluster=h100:2048x8", "--config.mesh.tensor=16", "--config.train.global_batch_size=16384"
+        )
+        assert "the tensor group at data 0 lies across hosts (8 on host 0, 8 on host 1)" in problem
+        assert "sizes that fit: tensor = 1, 2, 4, 8" in problem
+
+    def test_everything_wrong_is_said_at_once(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        problems = refused(
+            capsys,
+            BIG,
+            "--cluster=h100:8x8",
+            "--config.mesh.tensor=3",
+            f"--json={tmp_path}",
+            f"--hlo={tmp_path / 'no' / 'x.txt'}",
+            "--html=-",
+        )
+        words = ["mesh.tensor = 3", "is a folder", "there is no folder", "only --json can go to stdout"]
+        for word in words:
+            assert any(word in problem for problem in problems), (word, problems)
+
+    def test_a_comparison(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        cluster = "--cluster=h100:8x8"
+        (problem,) = refused(capsys, BIG, cluster, "--compare=--config.zero.stage=3")
+        assert "wanted two or more different ones with | between them" in problem
+        (problem,) = refused(capsys, BIG, cluster, "--compare=--config.zero.stage=3 | zero.stage=1")
+        assert "zero.stage=1: between the bars stand --config.KEY=VALUE only" in problem
+        problems = refused(
+            capsys, BIG, cluster, "--compare=--config.mesh.tensor=3 | --config.mesh.tensor=8", f"--hlo={tmp_path / 'x'}"
+        )
+        assert problems[0].startswith("mesh.tensor=3: ")
+        assert "--hlo with --compare" in problems[-1]
+
+    @pytest.mark.parametrize("found", [{}, {"jax-cuda12-plugin": "0.1.2"}])
+    def test_a_plugin_that_is_not_there_or_another_version(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, found: dict[str, str]
+    ) -> None:
+        monkeypatch.setattr(compiling, "_version", found.get)
+        (problem,) = refused(capsys, BIG, "--cluster=h100:8x8", "--config.train.global_batch_size=1024")
+        assert problem.endswith(": make setup-rehearse")
+        assert ("0.1.2" if found else "not installed (no GPU needed)") in problem
+
+    def test_a_missing_cluster(self, capsys: pytest.CaptureFixture[str]) -> None:
+        (problem,) = refused(capsys, BIG)
+        assert "rehearse needs --cluster; for example: sharded-train rehearse --config=" in problem
+
+
+@needs_plugin
+def test_a_compiler_that_gives_up_leaves_its_words_and_the_program(
+    small: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def give_up(*_: Any, **__: Any) -> NoReturn:
+        raise jax.errors.JaxRuntimeError("INTERNAL: cannot do this\nbecause of that")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", give_up)
+    monkeypatch.setattr(compiling.gpu_flags, "check", lambda platform: None)
+    assert main(["rehearse", small, "--cluster=h100:2x2"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    (error,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert "XLA could not compile the step: INTERNAL: cannot do this" in error
+    kept = Path(re.findall(r"\S+\.mlir", error)[0])
+    text = kept.read_text()
+    kept.unlink()
+    assert "// INTERNAL: cannot do this\n// because of that\n" in text
+    assert "4 × NVIDIA H100" in text.splitlines()[0]
+    assert "func.func public @main" in text
+
+
+@needs_plugin
+def test_a_rehearsal(small: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    outputs = {kind: tmp_path / f"out.{kind}" for kind in ("json", "html", "hlo", "trace")}
+    assert main(["rehearse", small, "--cluster=h100:2x2", *(f"--{kind}={p}" for kind, p in outputs.items())]) == 0
+    out, err = capsys.readouterr()
+    titles = ["Does it fit?", "What crosses which wire?", "What is computed?", "How long, at best?", "Verdict"]
+    assert [line for line in out.splitlines() if line in titles] == titles
+    assert "compiling it for 4 × NVIDIA H100" in err
+    assert [line for line in err.splitlines() if line.startswith("wrote ")] == [
+        f"wrote {outputs[kind]}" for kind in ("hlo", "html", "trace", "json")
+    ]
+    facts = json.loads(outputs["json"].read_text())
+    assert facts["cluster"]["num_devices"] == facts["mesh"]["num_devices"] == 4
+    assert facts["config"]["zero"]["stage"] == 3
+    assert facts["memory"]["verdict"] == "fits"
+    assert {each["op"] for each in facts["wires"]["collectives"]} >= {"all-gather", "reduce-scatter"}
+    assert facts["time"]["step_seconds"] > 0
+    assert outputs["hlo"].read_text().startswith("HloModule jit__train_step")
+    assert "<html" in outputs["html"].read_text()
+    assert json.loads(outputs["trace"].read_text())["traceEvents"]
+    for key in facts:
+        assert f"`{key}`" in DOCUMENTED.read_text(), f"{DOCUMENTED.name} does not say what {key} is"
+
+
+@needs_plugin
+@pytest.mark.slow
+def test_a_comparison_on_stdout(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    variants = "--compare=--config.zero.stage=3 | --config.zero.stage=1"
+    assert main(["rehearse", small, "--cluster=h100:2x2", variants, "--json=-"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert list(facts["variants"]) == facts["comparison"]["variants"] == ["zero.stage=3", "zero.stage=1"]
+    assert [each["config"]["zero"]["stage"] for each in facts["variants"].values()] == [3, 1]
