@@ -189,8 +189,8 @@ def test_the_page_of_a_train_step() -> None:
     facts = tiny().facts
     text = page.page(facts, "tiny")
     texts = " ".join(Tags(text).texts)
-    assert "Close up: one layer, backward" in texts
-    assert "Close up: one layer, forward" in texts
+    assert "Close up: one layer, backward (" in texts
+    assert "Close up: one layer, forward (" in texts
     assert "tensor over NVLink" in texts
     assert "data over the network" in texts
     assert len(text) < 10**6

@@ -183,7 +183,26 @@ def _foot(facts: Mapping[str, Any]) -> Iterator[str]:
     ]
     yield f"<h3>One device: {html.escape(device['name'])}</h3>"
     yield table(("", "at most"), [*peaks, *rates], right=(1,))
+    yield "<h3>Words on this page</h3>"
+    words = (f"<dt>{html.escape(word)}</dt><dd>{html.escape(meaning)}</dd>" for word, meaning in WORDS.items())
+    yield f"<dl>{''.join(words)}</dl>"
     yield "<footer>Made by sharded-train rehearse.</footer>"
+
+
+WORDS = {
+    "device": "One GPU. All numbers are one device's; all devices do alike.",
+    "axis": "A way in which work is split over devices: data (rows of the batch), tensor (parts of each matrix), "
+    "sequence (parts of a row), pipeline (groups of layers).",
+    "all-gather": "Each device of a group has a part, and gets the whole.",
+    "reduce-scatter": "Each has a whole, of which the sum over the group is wanted; each gets a part of the sum.",
+    "all-reduce": "The same, but each gets the whole sum.",
+    "to span": "What a collective in flight has beside it to compute: with nothing, it is waited for.",
+    "waiting": "Communication that no computing hides, also called exposed.",
+    "rematerialised": "Computed again for the backward pass, so that it need not be kept until then.",
+    "microbatch": "A part of each device's rows that goes forward and backward by itself; their gradients are added.",
+    "MFU": "FLOPs that the model needs, over what the device could do in the time of the step.",
+    "bf16, fp32, TF32, FP8": "Formats of numbers, of 16, 32, 19 (within products) and 8 bits.",
+}
 
 
 def _rate(bytes_per_second: float) -> str:

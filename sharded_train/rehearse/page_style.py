@@ -52,8 +52,8 @@ td { border-bottom: 1px solid var(--line); }
 td.name { white-space: nowrap; }
 th.right, td.right { text-align: right; white-space: nowrap; }
 tr.sum td { font-weight: 600; border-bottom: none; }
-td.best { color: var(--good); font-weight: 600; }
-code { font: 13px/1.4 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 20px; font-size: 14.5px; max-width: 100ch; }
+dt { font-weight: 600; } dd { margin: 0; color: var(--soft); }
 figure { margin: 14px 0 22px; }
 figcaption { font-size: 14px; max-width: 84ch; margin-top: 6px; }
 figure .wide { overflow-x: auto; }

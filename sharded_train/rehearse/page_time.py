@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,17 +29,14 @@ def section(time: Mapping[str, Any]) -> Iterator[str]:
     yield figure(bar(parts, step) + legend(with_shares(parts, step)), "What one step is made of.")
     yield "<h3>The step from its first kernel to its last</h3>"
     yield figure(timeline(time, 0.0, step, loops=True) + _legend(time), OVERVIEW)
-    loops = list(_innermost(time))
-    for loop, runs in loops[:CLOSE_UPS]:
-        seconds = runs * loop["steady"]
-        name = loop_words(time, loop)
-        yield f"<h3>Close up: one {html.escape(name)}</h3>"
-        caption = (
-            f"{seconds_in_words(loop['steady'])}, {runs:,} times a step: {100 * seconds / step:.0f} % of it. "
-            "Hover over a block for its name."
-        )
+    for loop, runs in list(_innermost(time))[:CLOSE_UPS]:
+        axes = " and ".join(_sent_in(time, loop)) or "nothing is sent"
+        yield f"<h3>Close up: one {html.escape(loop_words(time, loop))} ({html.escape(axes)})</h3>"
+        share = 100 * runs * loop["steady"] / step
+        caption = f"{seconds_in_words(loop['steady'])}, {runs:,} times a step: {share:.0f} % of it."
         start = loop["steady_start"]
-        yield figure(timeline(time, start, start + loop["steady"], loops=False), caption)
+        picture = timeline(time, start, start + loop["steady"], loops=False)
+        yield figure(picture, f"{caption} Hover over a block for its name.")
     yield "<h3>Kernels, the longest first</h3>"
     rows = [
         (
@@ -90,17 +88,26 @@ def _legend(time: Mapping[str, Any]) -> str:
 
 
 def _innermost(time: Mapping[str, Any]) -> Sequence[tuple[Mapping[str, Any], int]]:
-    """The last run drawn of each loop that holds no other, with its turns a step; those that take longest first."""
+    """The last run drawn of each loop that holds no other, with its turns a step; those that take longest first.
+
+    Loops whose turns are alike, as of a first and of other microbatches, are one.
+    """
     loops = time["loops"]
-    found: dict[str, tuple[Mapping[str, Any], int]] = {}
-    for loop in loops:
-        around = [other for other in loops if _within(loop, other)]
-        if not any(_within(other, loop) for other in loops):
-            runs = loop["trips"]
-            for name in {other["name"] for other in around}:
-                runs *= next(other["trips"] for other in around if other["name"] == name)
-            found[loop["name"]] = loop, runs
+    last = {loop["name"]: loop for loop in loops if not any(_within(other, loop) for other in loops)}
+    found: dict[tuple[Any, ...], tuple[Mapping[str, Any], int]] = {}
+    for loop in last.values():
+        outer = {other["name"]: other["trips"] for other in loops if _within(loop, other)}
+        alike = loop_words(time, loop), _sent_in(time, loop), f"{loop['steady']:.2g}"
+        runs = found[alike][1] if alike in found else 0
+        found[alike] = loop, runs + loop["trips"] * math.prod(outer.values())
     return sorted(found.values(), key=lambda each: -each[1] * each[0]["steady"])
+
+
+def _sent_in(time: Mapping[str, Any], loop: Mapping[str, Any]) -> tuple[str, ...]:
+    """The axes whose collectives are on the links in one turn of a loop."""
+    start, end = loop["steady_start"], loop["steady_start"] + loop["steady"]
+    inside = [event for event in time["events"] if start <= event["start"] < end and event["lane"] != "compute"]
+    return tuple(sorted({event["what"] for event in inside} - {"more", ""}))
 
 
 def _within(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> bool:
