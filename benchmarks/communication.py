@@ -121,7 +121,9 @@ def theory(compiled: Compiled) -> dict[Kind, Row]:
             row = rows.setdefault(Kind(what, op, " x ".join(axes), dtype), Row())
             row.formula = " + ".join(filter(None, [row.formula, formula]))
             row.theory += entries * factor
-            row.reasons += [(REASONS[reason].format(m=m), more * factor) for reason, more in why.items()]
+            for reason, more in why.items():
+                key, _, leaf = reason.partition(" ")
+                row.reasons.append((REASONS[key].format(m=m, leaf=leaf), more * factor))
 
     def psi(stacked: bool | None = None, **like: bool) -> int:
         these = [leaf for leaf in leaves if stacked is None or leaf.stacked is stacked]
@@ -138,7 +140,8 @@ def theory(compiled: Compiled) -> dict[Kind, Row]:
     elif stage:
         add("weights", "all-gather", over, compute, "psi", split, ahead=layer)
     add("gradients", "reduce-scatter", over, wire, f"{times}psi", settles * split)
-    for zero_split, tensor_whole in itertools.product([True, False], repeat=2):
+    for kind in itertools.product([True, False], repeat=2):
+        zero_split, tensor_whole = kind
         ways = n if zero_split else 1
         inner, outer = (
             psi(stacked, zero_split=zero_split, tensor_whole=tensor_whole) // ways for stacked in (True, False)
@@ -146,7 +149,10 @@ def theory(compiled: Compiled) -> dict[Kind, Row]:
         axes = ["replica", *([] if zero_split else ["data", "sequence"]), *(["tensor"] if tensor_whole else [])]
         words = f"{times}psi{'_gains' if tensor_whole else ''}{f' / {ways}' if zero_split else ''}"
         what = SUMS if tensor_whole else "gradients"
-        more = {"peeled": settles * inner / layers, "once": -(m - 1) * outer, "twice": -(m - 2) * outer, "loss": 1.0}
+        outside = [leaf for leaf in leaves if (leaf.stacked, leaf.zero_split, leaf.tensor_whole) == (False, *kind)]
+        more = {"peeled": settles * inner / layers, "loss": 1.0}
+        more |= {f"once {leaf.name}": -(m - 1) * leaf.size / ways for leaf in outside if settles > 1}
+        more |= {f"twice {leaf.name}": -(m - 2) * leaf.size / ways for leaf in outside if settles > 2}
         add(what, "all-reduce", axes, wire, words, settles * (inner + outer), **more)
     rows_here = recipe.train.global_batch_size // (n * sizes.get("replica", 1)) // m
     tokens = rows_here * recipe.train.sequence_length
@@ -166,8 +172,8 @@ REASONS = {
     "handed_on": "every pass but the first gets its first layer's weights from the pass before",
     "ahead": "one layer more is fetched ahead",
     "peeled": "the layer outside of the loop is summed by itself and within the stack of all",
-    "once": "XLA sums once a step, not {m} times, what lies outside the layers",
-    "twice": "XLA sums twice a step (the first pass, then all others), not {m} times, what lies outside the layers",
+    "once": "XLA sums {leaf} once a step, not {m} times",
+    "twice": "XLA sums {leaf} twice a step (of the first pass, of all others), not {m} times",
     "loss": "XLA sums the loss along with them",
     "again": "rematerialisation moves these a second time, attention's and the MLP's input of every layer",
 }
