@@ -41,6 +41,12 @@ CASES = [
     # pipelines: schedules, uneven layers (the head weighs as much as many), tied tables, any number of microbatches
     ("llama", Layout(pipeline=2, num_microbatches=2, schedule="gpipe", layers=(2, 1))),
     ("llama", Layout(pipeline=2, data=2, tensor=2, zero=1, num_microbatches=4)),
+    ("deep", Layout(pipeline=4, tensor=2, num_microbatches=8, remat="selective")),
+    ("deep", Layout(pipeline=2, num_microbatches=4, schedule="interleaved", chunks=3, remat="full")),
+    ("deep", Layout(pipeline=4, data=2, zero=2, num_microbatches=2)),
+    ("deep", Layout(pipeline=2, data=2, tensor=2, zero=3, num_microbatches=4, schedule="interleaved", chunks=2)),
+    ("deep", Layout(pipeline=2, data=2, zero=1, group=1, num_microbatches=1, remat="full")),
+    ("gpt2", Layout(pipeline=2, data=2, tensor=2, zero=1, num_microbatches=4, schedule="gpipe", overlap=True)),
     # groups of ZeRO smaller than data
     ("llama", Layout(data=4, tensor=2, zero=3, group=2, num_microbatches=2)),
     ("gpt2", Layout(data=8, zero=1, group=4, num_microbatches=1, remat="full")),

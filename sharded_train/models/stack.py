@@ -176,9 +176,8 @@ def _upwards(
         carry, weights = carry
         following = source.at(layer + 1) if source.ahead else None
         here = lambda: visit(carry, weights if source.ahead else source.at(layer), layer)
-        if source.count is not None:
-            here = lambda here=here: lax.cond(layer < source.count, here, lambda: (carry, compat.zeros_like(here)[1]))
-        out, saved = here()
+        pass_over = lambda: (carry, compat.zeros_like(here)[1])
+        out, saved = here() if source.count is None else lax.cond(layer < source.count, here, pass_over)
         return (out, following), saved
 
     if not source.last_alone:

@@ -147,7 +147,7 @@ class _Stage:
     def tables(self) -> Now:
         """This stage's columns of the schedule and its slots, each `[tick]`."""
         schedule, slots = self.pipe.schedule, self.pipe.slots
-        tables = Now(
+        tables = (
             schedule.forward,
             schedule.backward,
             slots.arriving_input,
@@ -156,14 +156,12 @@ class _Stage:
             slots.arriving_cotangent,
             slots.backward_cotangent,
         )
-        column = lambda table: lax.dynamic_index_in_dim(jnp.asarray(table), self.number, 1, keepdims=False)
-        return jax.tree.map(column, tables)  # type: ignore[no-any-return]
+        return Now(*(lax.dynamic_index_in_dim(jnp.asarray(t), self.number, 1, keepdims=False) for t in tables))
 
     def nothing(self) -> jax.Array:
         """Activations of a microbatch between stages, zero."""
-        rows, _, seq = (*self.microbatches.numbers.shape[1:2], None, self.microbatches.numbers.shape[2])
-        seq //= self.local.plan.sizes["tensor"]
-        shape = (rows, seq, self.local.model.d_model)
+        _, rows, seq = self.microbatches.numbers.shape
+        shape = (rows, seq // self.local.plan.sizes["tensor"], self.local.model.d_model)
         return compat.vary(jnp.zeros(shape, self.local.compute_dtype), self.local.plan.axes)
 
     def zero_nll(self) -> jax.Array:
@@ -172,8 +170,8 @@ class _Stage:
     def start(self) -> Carry:
         x, slots, plan = self.nothing(), self.pipe.slots, self.local.plan
         inputs = _slots(x, slots.num_inputs)
-        item, slot = jnp.int32(0), jnp.int32(0)
-        saved = compat.zeros_like(lambda: self.forward(*self.varying(item, slot), inputs)[1])
+        zero = compat.vary(jnp.int32(0), (AXIS,))
+        saved = compat.zeros_like(lambda: self.forward(zero, zero, inputs)[1])
         whole = local_zeros(plan, plan.placements, FP32)
         layers = whole["layers"] if plan.zero.stage <= 1 else settled_zeros(plan, plan.placements["layers"])
         return Carry(
@@ -185,9 +183,6 @@ class _Stage:
             {**whole, "layers": layers},
             self.zero_nll(),
         )
-
-    def varying(self, *xs: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(compat.vary(x, (AXIS,)) for x in xs)
 
     # ---- one tick ---------------------------------------------------------------------------------------------------
 
