@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -161,3 +164,20 @@ def test_a_comparison_on_stdout(small: str, capsys: pytest.CaptureFixture[str]) 
     facts = json.loads(capsys.readouterr().out)
     assert list(facts["variants"]) == facts["comparison"]["variants"] == ["zero.stage=3", "zero.stage=1"]
     assert [each["config"]["zero"]["stage"] for each in facts["variants"].values()] == [3, 1]
+
+
+@needs_plugin
+@pytest.mark.slow
+def test_405b_on_16384_devices_within_five_minutes_and_12_gib(tmp_path: Path) -> None:
+    facts = tmp_path / "facts.json"
+    config = f"--config={CONFIGS / 'llama3_405b.py'}"
+    batch = ["--config.train.global_batch_size=2048", "--config.train.num_microbatches=1"]
+    command = [sys.executable, "-m", "sharded_train", "rehearse", config, "--cluster=h100:2048x8", *batch]
+    subprocess.run([*command, f"--json={facts}"], check=True, capture_output=True, timeout=300)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 12 * 2**20  # KiB: the largest child so far
+    found = json.loads(facts.read_text())
+    assert found["mesh"]["num_devices"] == 16_384
+    assert found["memory"]["verdict"] == "fits"
+    assert found["wires"]["not_understood"] == []
+    crossing = [each for each in found["wires"]["collectives"] if "tensor" in each["axes"] and each["link"] != "NVLink"]
+    assert sum(each["wire_bytes"] * each["times"] for each in crossing) < 100  # the norm's sum over all devices

@@ -198,7 +198,7 @@ def test_the_largest_arrays_are_named(compiled: Compiled, monkeypatch: pytest.Mo
     for row in weights:
         assert row["name"].partition(",")[0] in names or row["where"], row
     text = "\n".join(str(line) for line in rehearsed.tables(section(compiled)) if isinstance(line, str))
-    assert "of which 8% are left to NCCL, CUDA and fragmentation" in text
+    assert "of which 8 % are left to NCCL, CUDA and fragmentation" in text
 
 
 def test_without_a_buffer_assignment_the_sum_is_told(compiled: Compiled) -> None:

@@ -72,13 +72,12 @@ def verdict_of(total: int, limit: int) -> str:
 
 def _words(verdict: str, total: int, compiled: Compiled) -> str:
     device = compiled.cluster.device
-    limit, share = device.memory - device.reserve, total / (device.memory - device.reserve)
-    margin = f"; within {TOO_CLOSE:.0%} of the line no answer is given" if verdict == "too close to say" else ""
-    return (
-        f"{verdict}: {bytes_in_words(total)} of {bytes_in_words(limit)} = {share:.0%}{margin}. The device has "
-        f"{bytes_in_words(device.memory)}, of which {device.reserve_fraction:.0%} are left to NCCL, CUDA and "
-        "fragmentation"
-    )
+    limit = device.memory - device.reserve
+    margin = f"; within {100 * TOO_CLOSE:.0f} % of the line no answer is given" if verdict == "too close to say" else ""
+    held, usable, whole = map(bytes_in_words, (total, limit, device.memory))
+    left = f"{100 * device.reserve_fraction:.0f} % are left to NCCL, CUDA and fragmentation"
+    fit = f"{verdict}: {held} of {usable} = {100 * total / limit:.0f} %{margin}"
+    return f"{fit}. The device has {whole}, of which {left}"
 
 
 def _state(program: Program) -> list[tuple[str, str, int]]:
