@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from sharded_train import config, config_file, recipe_checks, recipe_warnings
+from sharded_train import config, config_file, recipe_checks, recipe_pipeline, recipe_warnings
 from sharded_train.data.config import DataConfig
 from sharded_train.errors import ConfigError
 from sharded_train.mesh import MeshConfig
@@ -83,6 +83,7 @@ def check(recipe: Recipe, num_devices: int | None) -> None:
     problems += recipe_checks.out_of_range(recipe)
     problems += recipe_checks.contradictions(recipe)
     problems += recipe_checks.indivisible(recipe, sizes, num_devices)
+    problems += recipe_pipeline.problems(recipe, sizes)
     if problems:
         raise ConfigError(problems)
 
@@ -102,5 +103,6 @@ def program_on(recipe: Recipe, mesh: Mesh) -> Program:
 
 
 def warnings_of(recipe: Recipe, num_devices: int | None) -> list[str]:
-    """What a checked recipe asks for that changes nothing, in words, to be said before the run begins."""
-    return recipe_warnings.without_effect(recipe, recipe_checks.axis_sizes(recipe, num_devices)[0])
+    """What a checked recipe asks for that changes nothing or costs more than it brings, in words, before the run."""
+    sizes, _ = recipe_checks.axis_sizes(recipe, num_devices)
+    return [*recipe_warnings.without_effect(recipe, sizes), *recipe_pipeline.warnings(recipe, sizes)]

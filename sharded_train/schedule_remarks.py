@@ -31,7 +31,7 @@ def remarks(schedule: Schedule, costs: Costs, one_chunk: Costs | None = None) ->
             f"{timing.bubble:.0%}; 1f1b with {4 * p} microbatches has {better:.0%}"
         )
     if name == "gpipe" and m > 2 * p - 1:
-        found.append(f"gpipe holds {m} microbatches in flight; 1f1b takes the same time with at most {2 * p - 1}")
+        found.append(f"gpipe holds {m} microbatches in flight; 1f1b takes no longer, with at most {2 * p - 1}")
     if schedule.weights is not None:
         found += _of_kept(schedule, costs, timing.time)
     return found

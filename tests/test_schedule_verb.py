@@ -163,7 +163,7 @@ def test_what_is_refused(argv: str, words: str, capsys: pytest.CaptureFixture[st
     ("argv", "words"),
     [
         ("--stages=8 --microbatches=4", "4 microbatches on 8 stages: the stages are never all at work"),
-        ("--stages=4 --microbatches=32 --schedule=gpipe", "1f1b takes the same time with at most 7"),
+        ("--stages=4 --microbatches=32 --schedule=gpipe", "1f1b takes no longer, with at most 7"),
         ("--stages=4 --microbatches=32 --schedule=zero_bubble --costs=1,2,0", "nothing is gained with these costs"),
         ("--stages=4 --microbatches=32 --schedule=zero_bubble --costs=1,2,3,3", "and 1f1b 140: with these costs it is"),
     ],

@@ -1,0 +1,135 @@
+"""What a recipe's pipeline must satisfy, what of it changes nothing, and what costs more than it brings."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from sharded_train import params
+from sharded_train.errors import ConfigError
+from sharded_train.models.decoder import DecoderConfig, param_specs
+from sharded_train.pipeline import Pipeline, PipelineConfig, pipeline_of
+from sharded_train.schedule_remarks import remarks
+from sharded_train.schedules.build import default_chunks, make
+from sharded_train.schedules.simulate import neighbours
+from sharded_train.schedules.split import split
+from sharded_train.sharding import is_placement, plan_of
+from sharded_train.show_tables import bytes_in_words
+
+if TYPE_CHECKING:
+    from sharded_train.recipe import Recipe
+
+NOT_BUILT = ("zero_bubble",)  # of `schedules`, what the executor cannot run yet
+BF16, FP32 = 2, 4  # bytes
+
+
+def problems(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
+    """What the schedule or the split of the layers refuses, before anything is built."""
+    chosen, p, num_layers = recipe.pipeline, sizes.get("pipeline", 1), recipe.model.num_layers
+    found, chunks = [], _chunks(chosen)
+    if p <= 1 or num_layers < 1 or chunks < 1:
+        return []  # out of range, which is told of elsewhere
+    if chosen.schedule in NOT_BUILT:
+        found.append(
+            f"pipeline.schedule = {chosen.schedule}: not built yet: backwards of inputs and of weights apart; choose "
+            "interleaved, which has the next smallest bubble"
+        )
+    asked = f"mesh.pipeline = {p}, pipeline.schedule = {chosen.schedule}, pipeline.num_chunks = {chunks}"
+    for refuses in (
+        lambda: make(chosen.schedule, p, 1, chunks),
+        lambda: split(num_layers, p, chunks, layers=chosen.layers),
+    ):
+        try:
+            refuses()
+        except ConfigError as error:
+            found += [f"{asked}: {problem}" for problem in error.problems]
+    return found
+
+
+def warnings(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
+    """Of a checked recipe, one sentence for each; `sizes` are the axes' sizes as far as they are known."""
+    if sizes.get("pipeline") == 1:
+        return _without_effect(recipe.pipeline)
+    if "pipeline" not in sizes:
+        return []
+    pipe = pipe_of(recipe, sizes["pipeline"])
+    found = [f"pipeline: {words}" for words in remarks(pipe.schedule, pipe.costs, one_chunk_of(recipe, pipe).costs)]
+    return [*found, *_layers(recipe, pipe), *_zero(recipe, pipe, sizes)]
+
+
+def pipe_of(recipe: Recipe, num_stages: int) -> Pipeline:
+    """The pipeline that a checked recipe's program has."""
+    train = recipe.train
+    full = train.remat == "full"
+    return _pipe(recipe.model, recipe.pipeline, num_stages, train.num_microbatches, train.sequence_length, full)
+
+
+@functools.lru_cache(maxsize=8)
+def _pipe(model: DecoderConfig, config: PipelineConfig, p: int, m: int, sequence_length: int, remat: bool) -> Pipeline:
+    return pipeline_of(config, param_specs(model), p, m, sequence_length=sequence_length, remat=remat)
+
+
+def one_chunk_of(recipe: Recipe, pipe: Pipeline) -> Pipeline:
+    """What another schedule is compared with: 1F1B with the layers split so that it is fastest."""
+    if pipe.schedule.name == "1f1b":
+        return pipe
+    return pipe_of(dataclasses.replace(recipe, pipeline=PipelineConfig()), pipe.num_stages)
+
+
+def _chunks(config: PipelineConfig) -> int:
+    return default_chunks(config.schedule) if config.num_chunks is None else config.num_chunks
+
+
+def _without_effect(config: PipelineConfig) -> list[str]:
+    return [
+        f"pipeline.{field.name} = {value} changes nothing: mesh.pipeline is 1"
+        for field in dataclasses.fields(config)
+        if (value := getattr(config, field.name)) != field.default
+    ]
+
+
+def _layers(recipe: Recipe, pipe: Pipeline) -> list[str]:
+    """Whether layers of one's own are slower than those that would be chosen."""
+    if recipe.pipeline.layers is None:
+        return []
+    own = dataclasses.replace(recipe.pipeline, layers=None)
+    best = pipe_of(dataclasses.replace(recipe, pipeline=own), pipe.num_stages)
+    slower = neighbours(pipe.schedule, pipe.costs).time / neighbours(best.schedule, best.costs).time - 1
+    if slower < 0.01:
+        return []
+    layers = ",".join(map(str, best.split.layers.T.ravel()))
+    return [
+        f"pipeline.layers = {','.join(map(str, recipe.pipeline.layers))} makes the step {slower:.0%} slower than "
+        f"{layers}, which is taken without it"
+    ]
+
+
+def _zero(recipe: Recipe, pipe: Pipeline, sizes: Mapping[str, int]) -> list[str]:
+    """ZeRO 2 and 3, whose layers' weights or gradients cross data once for each microbatch."""
+    zero, m, data = recipe.zero, recipe.train.num_microbatches, sizes.get("data", 1)
+    ranks = zero.group_size or data
+    if zero.stage < 2 or m == 1 or ranks == 1 or "data" not in sizes:
+        return []
+    weight, gradient = recipe.precision.compute_dtype.itemsize, BF16 if zero.reduce_dtype == "bfloat16" else FP32
+    layers = _layer_parameters(recipe, pipe, sizes) * (ranks - 1) / ranks
+    once, each = layers * (weight + gradient), layers * gradient
+    sent = m * (each + 2 * layers * weight) if zero.stage == 3 else layers * weight + m * each
+    saved = layers * FP32 + (layers * weight if zero.stage == 3 else 0)
+    if sent - once <= saved:
+        return []
+    return [
+        f"zero.stage = {zero.stage} over mesh.pipeline = {pipe.num_stages} with {m} microbatches: each device moves "
+        f"{bytes_in_words(round(sent))} of its layers' weights and gradients over data a step, zero.stage = 1 "
+        f"{bytes_in_words(round(once))}; it saves {bytes_in_words(round(saved))} of memory"
+    ]
+
+
+def _layer_parameters(recipe: Recipe, pipe: Pipeline, sizes: Mapping[str, int]) -> float:
+    """Of the stage with most layers, on one tensor rank."""
+    plan = plan_of(param_specs(recipe.model), {**sizes, "pipeline": 1}, recipe.zero)
+    stacked = [p for _, p in params.named_leaves(plan.placements, is_placement) if p.spec.stacked]
+    one = sum(math.prod(plan.local_shape(p.spec.shape, p.gathered)[1:]) for p in stacked)
+    return float(one * pipe.split.layers.sum(1).max())
