@@ -36,7 +36,7 @@ from sharded_train.show_tables import bytes_in_words, new_table
 
 ROOT = Path(__file__).parent.parent
 SHORT = {"pipeline": "PP", "data": "DP", "sequence": "CP", "tensor": "TP"}
-OUTSIDE_IN = ("pipeline", "data", "sequence", "tensor")  # what crosses hosts first, of the axes that are not innermost
+OUTSIDE_IN = ("pipeline", "data", "sequence", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +57,8 @@ def mappings(recipe: Recipe, cluster: Cluster, seed: int) -> Iterator[Placed]:
     axes = [axis for axis in reversed(OUTSIDE_IN) if sizes[axis] > 1]
     first: Compiled | None = None
     for inner in axes:
-        outer = [axis for axis in OUTSIDE_IN if axis != inner]
-        mesh = dataclasses.replace(recipe.mesh, order=(*outer, inner), allow_tensor_across_hosts=inner != "tensor")
+        order = (*(axis for axis in _outer(inner) if axis != inner), inner)
+        mesh = dataclasses.replace(recipe.mesh, order=order, allow_tensor_across_hosts=inner != "tensor")
         compiled = compile_for(dataclasses.replace(recipe, mesh=mesh), cluster)
         first = first or compiled
         across = " and ".join(SHORT[axis] for axis in OUTSIDE_IN if axis in axes and axis != inner)
@@ -70,6 +70,11 @@ def mappings(recipe: Recipe, cluster: Cluster, seed: int) -> Iterator[Placed]:
         yield measured(
             "all at random", first, np.random.default_rng(seed).permutation(hosts.ravel()).reshape(hosts.shape)
         )
+
+
+def _outer(inner: str) -> tuple[str, ...]:
+    """Axes from outermost on: tensor is across, where it is not inside."""
+    return OUTSIDE_IN if inner == "tensor" else ("tensor", *OUTSIDE_IN[:-1])
 
 
 def measured(name: str, compiled: Compiled, hosts: np.ndarray) -> Placed:

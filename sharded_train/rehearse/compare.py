@@ -36,9 +36,9 @@ ROWS = (
     ),
     Row("memory of each device", lambda facts: facts["memory"]["total_bytes"], lambda x: bytes_in_words(round(x))),
     Row("waiting for communication", lambda facts: exposed_seconds(facts["time"]), seconds_in_words),
-    Row("sent over NVLink", lambda facts: sent_over(facts, "NVLink"), lambda x: bytes_in_words(round(x))),
-    Row("sent over the network", lambda facts: sent_over(facts, "network"), lambda x: bytes_in_words(round(x))),
-    Row("sent over both", lambda facts: sent_over(facts, "both"), lambda x: bytes_in_words(round(x))),
+    Row("sent over NVLink", lambda facts: sent_over(facts, "NVLink"), lambda x: bytes_in_words(round(x)), 0),
+    Row("sent over the network", lambda facts: sent_over(facts, "network"), lambda x: bytes_in_words(round(x)), 0),
+    Row("sent over both", lambda facts: sent_over(facts, "both"), lambda x: bytes_in_words(round(x)), 0),
     Row("FLOPs of a device, compiled", lambda facts: facts["computed"]["products"], flops_in_words),
     Row(
         "of these rematerialised",
@@ -88,5 +88,5 @@ def marked(row: Row, values: Sequence[float]) -> list[str]:
     words = [row.words(value) for value in values]
     if not row.better or len(set(words)) == 1:
         return words
-    top = max(values, key=lambda value: row.better * value)
-    return [f"{text} {BEST}" if value == top else text for text, value in zip(words, values, strict=True)]
+    top = row.words(max(values, key=lambda value: row.better * value))
+    return [f"{text} {BEST}" if text == top else text for text in words]
