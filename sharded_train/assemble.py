@@ -74,10 +74,10 @@ def restore(
                 "Bring the data back, choose another --workdir, or go on with --accept-config-change.",
             ]
         )
-    state, record = checkpointer.restore(step, program.abstract_state)
+    state, record = checkpointer.restore(step, program.abstract_checkpoint)
     if int(state.step) != step:
         raise CheckpointError(f"{checkpointer.path(step)} holds the state of step {int(state.step)}, not of {step}")
-    return state, record
+    return program.from_checkpoint(state), record
 
 
 def data_record(data: TextData) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def generate(
     tokenizer = load_tokenizer(workdir / layout.TOKENIZER, recipe.model.vocab_size, lambda text: None)
     sampling = Sampling(max_tokens, temperature, top_k, seed)
     check(program, tokenizer, prompt, sampling)
-    state, _ = checkpointer.restore(step, program.abstract_state)
+    state = program.from_checkpoint(checkpointer.restore(step, program.abstract_checkpoint)[0])
     texts = sample_text(program, state.evaluated, tokenizer, prompt, sampling, num_samples)
     if jax.process_index() == 0:
         if json:
@@ -103,6 +103,7 @@ def sample_tokens(
 
     A sample is a function of its number and the seed, not of the mesh.
     """
+    program, params = program.without_pipeline(params)
     ways = math.prod(program.mesh.shape[axis] for axis in program.local.row_axes)
     rows = -(-num_samples // ways)
 

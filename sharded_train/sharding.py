@@ -137,24 +137,37 @@ def split_data(mesh: AnyMesh, group_size: int | None) -> AnyMesh:
     return Mesh(mesh.devices.reshape(sizes), names) if isinstance(mesh, Mesh) else AbstractMesh(sizes, names)
 
 
+def stages_as_replicas(mesh: Mesh) -> Mesh:
+    """The mesh with a pipeline of one stage, its devices standing beside the replicas."""
+    merged = [axis for axis in ("pipeline", REPLICA) if axis in mesh.shape]
+    others = [axis for axis in mesh.axis_names if axis not in merged]
+    order = [mesh.axis_names.index(axis) for axis in (*merged, *others)]
+    shape = (1, -1, *(mesh.shape[axis] for axis in others))
+    return Mesh(mesh.devices.transpose(order).reshape(shape), ("pipeline", REPLICA, *others))
+
+
 def plan_of(specs: Tree, sizes: Mapping[str, int], zero: ZeroConfig) -> Plan:
     """The placement of every parameter."""
     return Plan(tree_map(functools.partial(place, sizes=sizes, zero=zero), specs), dict(sizes), zero)
 
 
 def place(spec: ParamSpec, sizes: Mapping[str, int], zero: ZeroConfig) -> Placement:
-    """Where one parameter lives."""
+    """Where one parameter lives.
+
+    ZeRO splits over data and sequence, and over pipeline what belongs to no stage, where a dim allows it.
+    """
     gathered, reasons = _gathered(spec, sizes)
-    axes = tuple(axis for axis in ZERO_AXES if sizes[axis] > 1) if zero.stage else ()
-    dim = _zero_dim(spec, gathered, math.prod(sizes[a] for a in axes), sizes) if axes else None
-    if axes and dim is None:
-        ways = math.prod(sizes[a] for a in axes)
-        reasons = (*reasons, f"whole over {' x '.join(axes)}: no dim of {spec.shape} is a multiple of {ways}")
+    several = lambda *axes: tuple(axis for axis in axes if sizes[axis] > 1 and axis not in gathered)
+    choices = dict.fromkeys((several(*ZERO_AXES, "pipeline"), several(*ZERO_AXES))) if zero.stage else {}
+    axes, dim = next(((a, d) for a in choices if (d := _zero_dim(spec, gathered, a, sizes)) is not None), ((), None))
+    if (wanted := several(*ZERO_AXES)) and zero.stage and not set(wanted) <= set(axes):
+        ways = math.prod(sizes[a] for a in wanted)
+        reasons = (*reasons, f"whole over {' x '.join(wanted)}: no dim of {spec.shape} is a multiple of {ways}")
     split: list[tuple[str, ...]] = [(axis,) if axis else () for axis in gathered]
     if dim is not None:
         split[dim] = (*split[dim], *axes)
     stored = PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in split))
-    return Placement(spec, stored, PartitionSpec(*gathered), dim, axes if dim is not None else (), reasons)
+    return Placement(spec, stored, PartitionSpec(*gathered), dim, axes, reasons)
 
 
 def _gathered(spec: ParamSpec, sizes: Mapping[str, int]) -> tuple[list[str | None], tuple[str, ...]]:
@@ -173,11 +186,16 @@ def _gathered(spec: ParamSpec, sizes: Mapping[str, int]) -> tuple[list[str | Non
     return dims, tuple(reasons)
 
 
-def _zero_dim(spec: ParamSpec, gathered: list[str | None], ways: int, sizes: Mapping[str, int]) -> int | None:
-    """The dim that ZeRO splits `ways` ways: of those that divide, first one that is whole, then the largest.
+def _zero_dim(
+    spec: ParamSpec, gathered: list[str | None], axes: tuple[str, ...], sizes: Mapping[str, int]
+) -> int | None:
+    """The dim that ZeRO splits over the axes: of those that divide, first one that is whole, then the largest.
 
     Never the layers: the scan walks them, and each layer is gathered by itself under stage 3.
     """
+    if not axes:
+        return None
+    ways = math.prod(sizes[axis] for axis in axes)
     local = [n // sizes[axis] if axis else n for n, axis in zip(spec.shape, gathered, strict=True)]
     fits = [i for i, n in enumerate(local) if spec.axes[i] != "layers" and n % ways == 0]
     return max(fits, key=lambda i: (gathered[i] is None, local[i], -i), default=None)

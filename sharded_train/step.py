@@ -27,7 +27,7 @@ from sharded_train.optimizer.state import TrainState, is_slot, slots_of, update
 from sharded_train.params import Tree
 from sharded_train.pipeline import Pipeline, PipelineConfig, executor, pipeline_of
 from sharded_train.precision import PrecisionConfig
-from sharded_train.sharding import Plan, ZeroConfig, is_placement, plan_of, split_data
+from sharded_train.sharding import Plan, ZeroConfig, is_placement, plan_of, split_data, stages_as_replicas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +175,35 @@ class Program:
     def learning_rate(self) -> Callable[[jax.typing.ArrayLike], jax.Array]:
         return learning_rate(self.schedule, self.train.num_steps)
 
-    # ---- the model's order of layers, and the stages' ---------------------------------------------------------------
+    # ---- the model's order of layers, which checkpoints have, and the stages' ---------------------------------------
+
+    @functools.cached_property
+    def abstract_checkpoint(self) -> TrainState:
+        """As `abstract_state`, with the layers in the model's order."""
+        if self._in_model_order:
+            return self.abstract_state
+        # What the stages no longer split ZeRO does, or a device would have to hold the layers of all stages.
+        zero = dataclasses.replace(self.plan.zero, stage=max(1, self.plan.zero.stage))
+        return self._abstract(plan_of(self.specs, self.plan.sizes, zero))
+
+    def to_checkpoint(self, state: TrainState) -> TrainState:
+        """The state with its layers in the model's order."""
+        return state if self._in_model_order else self._reordered(self.of_model, self.abstract_checkpoint)(state)
+
+    def from_checkpoint(self, state: TrainState) -> TrainState:
+        """The way back; the given state's buffers are given up."""
+        return state if self._in_model_order else self._reordered(self.staged, self.abstract_state)(state)
+
+    @property
+    def _in_model_order(self) -> bool:
+        return self.pipe is None or self.pipe.in_model_order
+
+    def _reordered(self, reorder: Callable[[Tree], Tree], like: TrainState) -> Callable[[TrainState], TrainState]:
+        def whole(state: TrainState) -> TrainState:
+            trees = (tree if tree is None else reorder(tree) for tree in (state.params, state.opt_state, state.ema))
+            return TrainState(state.step, *trees)
+
+        return jax.jit(whole, out_shardings=jax.tree.map(lambda x: x.sharding, like))
 
     def staged(self, tree: Tree) -> Tree:
         """A tree like the parameters (or with trees in place of each), its layers put in the order of the stages."""
@@ -188,6 +216,15 @@ class Program:
         if self.pipe is None:
             return tree
         return {**tree, "layers": jax.tree.map(self.pipe.of_model, tree["layers"])}
+
+    def without_pipeline(self, weights: Tree) -> tuple[Program, Tree]:
+        """A program on the same devices whose rows are split over the stages too, and its weights: for decoding."""
+        if self.pipe is None:
+            return self, weights
+        mesh = stages_as_replicas(self.mesh)
+        program = dataclasses.replace(self, mesh=mesh, plan=plan_of(self.specs, mesh.shape, self.plan.zero), pipe=None)
+        like = jax.tree.map(lambda x: x.sharding, program.abstract_state.params)
+        return program, jax.device_put(jax.jit(self.of_model)(weights), like)
 
     # ---- the step -----------------------------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ def _loop(run: Run, state: TrainState, log: RunLog) -> tuple[TrainState, int, Va
                 if not program.is_finite(state.params):
                     raise Diverged(step, "weights not finite after it")
                 with log.pace.excluded():
-                    run.checkpointer.save(step, state, _record(run, step, log.tokens_seen))
+                    run.checkpointer.save(step, run.program.to_checkpoint(state), _record(run, step, log.tokens_seen))
             if last or (_due(step, recipe.evaluate.every) and not stopping):
                 log.flush()
                 with log.pace.excluded():
