@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from sharded_train.errors import ConfigError
@@ -109,8 +110,10 @@ def _progress() -> Iterator[Callable[[str], None]]:
     console = Console(stderr=True, highlight=False)
     start = time.perf_counter()
     if console.is_terminal:
-        with console.status("") as status:
-            yield lambda words: status.update(f"{words} ({time.perf_counter() - start:.0f} s so far)")
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("")
+            yield lambda words: bar.update(task, description=words)
     else:
         yield lambda words: print(f"{time.perf_counter() - start:6.1f} s  {words}", file=sys.stderr, flush=True)
 

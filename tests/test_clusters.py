@@ -33,6 +33,8 @@ def test_a_kind_and_sizes() -> None:
     assert cluster.words == "32 × NVIDIA H100 80GB HBM3: 8 hosts of 4"
     assert cluster.device is DEVICES["h100"]
     assert parse("gb200:1x72").words == "72 × NVIDIA GB200: one host of 72"
+    assert parse("h100:8x4").remarks == parse("gb200:1x4").remarks == parse("gb200:2x72").remarks == []
+    assert "a whole rack is gb200:1x72" in parse("gb200:18x4").remarks[0]
 
 
 @pytest.mark.parametrize("kind", DEVICES)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import resource
 import subprocess
@@ -108,6 +110,19 @@ class TestRefused:
     def test_a_missing_cluster(self, capsys: pytest.CaptureFixture[str]) -> None:
         (problem,) = refused(capsys, BIG)
         assert "rehearse needs --cluster; for example: sharded-train rehearse --config=" in problem
+
+
+def test_the_plugins_lines_are_dropped_and_all_others_kept(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    noise = "I0000 00:00:1795980412 cudart_stub.cc:31] Could not find cuda drivers\n"
+    monkeypatch.setattr(launch, "has_plugin", lambda: True)
+    for has_driver, said in ((False, "from C++\n"), (True, f"{noise}from C++\n")):
+        monkeypatch.setattr(launch, "_has_driver", lambda found=has_driver: found)
+        with contextlib.suppress(RuntimeError), launch.quiet_plugin():
+            os.write(2, f"{noise}from C++\n".encode())
+            raise RuntimeError("what is written before an error is kept too")
+        assert capfd.readouterr().err == said
 
 
 @needs_plugin

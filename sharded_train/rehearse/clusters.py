@@ -51,6 +51,18 @@ class Cluster:
         return f"{self.num_devices:,} × {self.device.name}: {hosts} of {self.devices_per_host}"
 
     @property
+    def remarks(self) -> list[str]:
+        """What one may not have meant."""
+        rack, here = self.device.nvlink_devices, self.devices_per_host
+        if rack <= 8 or self.num_hosts == 1 or here == rack:
+            return []
+        hosts = f"{self.num_hosts:,} hosts of {here}"
+        return [
+            f"NVLink joins up to {rack} {self.device.name}, but here the network joins {hosts}: a host is an NVLink "
+            f"domain; a whole rack is {self.kind}:1x{rack}"
+        ]
+
+    @property
     def target(self) -> str:
         """What XLA must know of the device to compile for it where there is none: text of a `GpuTargetConfigProto`.
 

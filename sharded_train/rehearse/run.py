@@ -53,7 +53,12 @@ def _facts(compiled: Compiled) -> dict[str, Any]:
         "time": timeline.describe(module, cluster, collectives, flops, dtype),
     }
     facts["verdict"] = verdict.describe(facts)
-    facts["warnings"] = [*shown["warnings"], *facts["memory"]["warnings"], *facts["wires"]["warnings"]]
+    facts["warnings"] = [
+        *cluster.remarks,
+        *shown["warnings"],
+        *facts["memory"]["warnings"],
+        *facts["wires"]["warnings"],
+    ]
     return facts
 
 
