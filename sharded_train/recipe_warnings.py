@@ -19,8 +19,13 @@ def without_effect(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
 
 def _mesh(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
     mesh, zero, warnings = recipe.mesh, recipe.zero, []
-    if sizes.get("data") == 1 and zero.stage > 0:
+    if sizes.get("data") == 1 and zero.stage > 0 and sizes.get("pipeline") == 1:
         warnings.append(f"zero.stage = {zero.stage} shards nothing: mesh.data is 1")
+    if sizes.get("data") == 1 and zero.stage > 1 and sizes.get("pipeline", 1) > 1:
+        warnings.append(
+            f"zero.stage = {zero.stage} shards no more than 1 does: mesh.data is 1, and pipeline splits only the state "
+            "of what belongs to no stage"
+        )
     if sizes.get("data") == 1 and zero.reduce_dtype != "float32":
         warnings.append(f"zero.reduce_dtype = {zero.reduce_dtype} changes nothing: mesh.data is 1")
     if zero.group_size is not None and (zero.stage == 0 or zero.group_size == sizes.get("data")):

@@ -21,7 +21,7 @@ from sharded_train import __version__
 from sharded_train.data.prepare import TextData
 from sharded_train.peak import Peak
 from sharded_train.recipe import Recipe
-from sharded_train.show_tables import WIDTH, bytes_in_words, flops_in_words
+from sharded_train.show_tables import WIDTH, bytes_in_words, flops_in_words, pipeline_title
 
 
 def console_of_process() -> Console:
@@ -86,6 +86,10 @@ def _rows(
     yield "step", f"{train.global_batch_size:,} rows × {train.sequence_length:,} = {tokens:,} tokens{parts}"
     begins = f"goes on from step {start:,}" if start else f"begins with seed {train.seed}"
     yield "run", f"{train.num_steps:,} steps = {train.num_steps * tokens:,} tokens = {epochs}; {begins}"
+    if pipeline := facts["pipeline"]:
+        held = f"{max(pipeline['in_flight']):.4g} of {pipeline['num_microbatches']} microbatches in flight at most"
+        yield "pipeline", f"{pipeline_title(pipeline)}; {held}"
+        yield "bubble", f"{pipeline['bubble']:.1%} of the stages' time is idle, which the MFU counts as lost"
     yield "MFU", f"{flops_in_words(facts['flops_per_step_total'])} a step / time / peak; {facts['flops_convention']}"
     yield "peak", peak.words
 

@@ -20,6 +20,7 @@ from sharded_train.mesh import hosts_of, layout, links, stand_ins
 from sharded_train.mesh_picture import draw_mesh
 from sharded_train.recipe import Recipe, check, program_on, warnings_of
 from sharded_train.sharding import Placement, dims_of, is_placement
+from sharded_train.show_pipeline import describe as describe_pipeline
 from sharded_train.show_tables import print_facts
 from sharded_train.step import Program
 
@@ -58,6 +59,7 @@ def describe(recipe: Recipe, devices: Sequence[Any]) -> dict[str, Any]:
         "num_microbatches": recipe.train.num_microbatches,
         "num_parameters": params.count(program.specs),
         "num_layers": recipe.model.num_layers,
+        "pipeline": None if program.pipe is None else describe_pipeline(recipe, program, parameters),
         "parameters": parameters,
         "state_bytes": {**state, "counters": held - sum(state.values())},
         "state_bytes_total": held,
@@ -112,14 +114,18 @@ def _bytes(placement: Placement, program: Program) -> dict[str, int]:
     """Bytes of one parameter on a device: its master, and what the step makes of it.
 
     Under ZeRO-3 the weights of one layer at a time are gathered, and have a gradient, beside those outside the layers.
-    Gradients are summed whole under ZeRO 0 and 1 when there are several microbatches, else in their shards.
+    Gradients are summed whole under ZeRO 0 and 1 when there are several microbatches, else in their shards; over a
+    pipeline also of one microbatch, and those outside the layers under every stage of ZeRO.
     """
     stage, compute = program.plan.zero.stage, program.precision.compute_dtype.itemsize
     stored = _local_size(placement, placement.stored, program)
-    gathered = _local_size(placement, placement.gathered, program)
-    at_once = gathered // placement.spec.shape[0] if stage == 3 and placement.spec.stacked else gathered
+    whole = program.plan.local_shape(placement.spec.shape, placement.gathered)
+    gathered = math.prod(whole)
+    at_once = math.prod(whole[1:]) if stage == 3 and placement.spec.stacked else gathered
     is_master = placement.zero_dim is None and compute == FP32  # used as it is stored, without a copy
     whole_sums = stage <= 1 and program.train.num_microbatches > 1
+    if program.pipe is not None:
+        whole_sums = stage <= 1 or not placement.spec.stacked
     return {
         "master_weights": FP32 * stored,
         "gathered_weights": 0 if is_master else compute * at_once,

@@ -8,10 +8,11 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 WIDTH = 100  # of what is piped into a file
+MOST_STAGES = 16  # that are listed
 KINDS = {
     "master_weights": "master weights, fp32",
     "moments": "optimizer moments",
@@ -35,6 +36,8 @@ def print_facts(facts: Mapping[str, Any], picture: str, console: Console | None 
 
     put("Mesh", picture, "", links_table(facts["mesh"]))
     put("Parameters", _parameters(facts))
+    if facts["pipeline"]:
+        put("Pipeline", *pipeline_tables(facts["pipeline"]))
     put("Bytes on each device", _memory(facts), "Activations and the compiler's buffers come on top.")
     put("Left whole", _left_whole(facts))
     put("Work", _work(facts), facts["flops_convention"])
@@ -119,6 +122,49 @@ def _memory(facts: Mapping[str, Any]) -> Table:
     rows(facts["step_bytes"])
     total += sum(facts["step_bytes"].values())
     table.add_row("state and step", f"{total:,}", bytes_in_words(total), style="bold")
+    return table
+
+
+def pipeline_tables(facts: Mapping[str, Any]) -> list[Any]:
+    """What `show_pipeline.describe` found, for a terminal."""
+    numbers = Table.grid("", Column("", justify="right"), "", padding=(0, 2, 0, 0))
+    slower = facts["time"] / facts["time_1f1b"] - 1
+    beside = f"; 1f1b takes {-slower / (1 + slower):.1%} longer" if slower < -1e-3 else ""
+    numbers.add_row("bubble", f"{facts['bubble']:.1%}", f"of the stages' time is idle{beside}")
+    most = max(facts["in_flight"])
+    numbers.add_row("in flight", f"{most:.4g}", f"of {facts['num_microbatches']} microbatches on a stage, at most")
+    numbers.add_row("send", bytes_in_words(facts["bytes_per_send"]), "of activations, on and back in every tick")
+    if most := max(facts["padding"]):
+        numbers.add_row("padding", f"{most} layer{'s' * (most > 1)}", "of zeros on a stage at most, as chunks differ")
+    outside = facts["outside"]
+    state, step = (bytes_in_words(outside[kind]) for kind in ("state_bytes", "step_bytes"))
+    words = f"of state and {step} in the step: {', '.join(outside['names'])}"
+    numbers.add_row("on every stage", state, words)
+    return [pipeline_title(facts), numbers, _stages_table(facts)]
+
+
+def pipeline_title(facts: Mapping[str, Any]) -> str:
+    """One line: schedule, stages, chunks and layers."""
+    chunks = f" × {facts['num_chunks']} chunks" if facts["num_chunks"] > 1 else ""
+    each = sorted({n for stage in facts["layers"] for n in stage})
+    layers = f"{each[0]}" if len(each) == 1 else f"{each[0]} to {each[-1]}"
+    word = "layer" if each[-1] == 1 else "layers"
+    return f"{facts['schedule']}, {facts['num_stages']} stages{chunks} of {layers} {word}"
+
+
+def _stages_table(facts: Mapping[str, Any]) -> Any:
+    """Each stage's layers, by chunks, how busy it is, and how many microbatches are in flight."""
+    p = facts["num_stages"]
+    table = new_table("stage", "layers", "load", "in flight", right=["layers", "load", "in flight"])
+    for stage in range(p):
+        if MOST_STAGES // 2 <= stage < p - MOST_STAGES // 2 and p > MOST_STAGES:
+            if stage == MOST_STAGES // 2:
+                table.add_row("…")
+            continue
+        layers = " + ".join(map(str, facts["layers"][stage]))
+        load = f"{sum(facts['loads'][stage]):.4g}"
+        words = " layers' work" if stage == 0 else ""
+        table.add_row(str(stage), layers, load + words, f"{facts['in_flight'][stage]:.4g}")
     return table
 
 

@@ -16,7 +16,7 @@ ROOMS = {
     "model": "ops models",
     "step": "optimizer local gradients pipeline step flops equivalence",
     "run": "data checkpoint workdir metrics devices peak recipe recipe_checks recipe_warnings recipe_pipeline assemble report stopping "
-    "memory train evaluate generate show show_tables data_verb data_rows schedule_verb schedule_picture "
+    "memory train evaluate generate show show_pipeline show_tables data_verb data_rows schedule_verb schedule_picture "
     "schedule_remarks rehearse "
     "rehearse_verb",
     "entry": "launch options __main__",

@@ -20,11 +20,11 @@ from sharded_train.mesh_picture import draw_mesh
 from sharded_train.models.decoder import DecoderConfig
 from sharded_train.optimizer import SGD, Adafactor, AdamW, Lion, Muon, Optimizer
 from sharded_train.precision import PrecisionConfig
-from sharded_train.recipe import Recipe, TrainConfig
+from sharded_train.recipe import Recipe, TrainConfig, program_on
 from sharded_train.sharding import ZeroConfig
 from sharded_train.show import bytes_held, describe, show
 from sharded_train.show_tables import bytes_in_words, flops_in_words, print_facts
-from sharded_train.step import TrainState, build_program
+from sharded_train.step import TrainState
 
 SMALL = DecoderConfig(vocab_size=67, d_model=24, num_layers=3, num_heads=4, num_kv_heads=2, d_ff=20, bias=True)
 
@@ -36,16 +36,7 @@ def recipe(**changes: Any) -> Recipe:
 
 @functools.cache
 def first_state(recipe: Recipe) -> TrainState:
-    program = build_program(
-        recipe.model,
-        build_mesh(recipe.mesh),
-        zero=recipe.zero,
-        precision=recipe.precision,
-        optimizer=recipe.optimizer,
-        schedule=recipe.schedule,
-        train=recipe.train,
-    )
-    return program.init(0)
+    return program_on(recipe, build_mesh(recipe.mesh)).init(0)
 
 
 def held_by_each_device(tree: Any) -> Counter[int]:

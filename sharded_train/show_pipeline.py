@@ -1,0 +1,43 @@
+"""`show` of a pipeline: its schedule, which stage has which layers, what waits where, and what lies on every stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sharded_train import schedule_verb
+from sharded_train.recipe_pipeline import one_chunk_of
+from sharded_train.step import Program
+
+if TYPE_CHECKING:
+    from sharded_train.recipe import Recipe
+
+
+def describe(recipe: Recipe, program: Program, parameters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What `schedule_verb.describe` tells of the schedule, and of the layers. Bytes are those of one device.
+
+    Times are in units of one layer's forward of a microbatch. `layers [stage][chunk]` are numbers of layers, `loads`
+    the same with the head's work in it; `padding [stage]` is how many more a stage has room for, which hold zeros.
+    `outside` are the parameters that belong to no stage: ZeRO splits their state over the stages too, and the step has
+    them whole on every stage.
+    """
+    pipe, sizes = program.pipe, program.plan.sizes
+    assert pipe is not None
+    rows = recipe.train.global_batch_size // (sizes["data"] * sizes.get("replica", 1)) // pipe.schedule.num_microbatches
+    seq = recipe.train.sequence_length // sizes["tensor"]
+    one = rows * seq * recipe.model.d_model * recipe.precision.compute_dtype.itemsize
+    facts = schedule_verb.describe(pipe.schedule, pipe.costs, one, one_chunk_of(recipe, pipe).costs)
+    del facts["remarks"]  # are among the recipe's warnings
+    outside = [p for p in parameters if p["axes"][0] != "layers"]
+    total = lambda *kinds: sum(p["bytes"].get(kind, 0) for p in outside for kind in kinds)
+    return {
+        **facts,
+        "layers": pipe.split.layers.tolist(),
+        "padding": (pipe.num_chunks * pipe.chunk_layers - pipe.split.layers.sum(1)).tolist(),
+        "loads": pipe.split.loads.tolist(),
+        "outside": {
+            "names": [p["name"] for p in outside],
+            "state_bytes": total("master_weights", "moments", "averaged_weights"),
+            "step_bytes": total("gathered_weights", "gradient_sums"),
+        },
+    }

@@ -1,0 +1,134 @@
+"""`show` and the panel of `train` for a pipeline: bubble, what is in flight, and where the parameters lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from typing import Any
+
+import jax
+import pytest
+from rich.console import Console
+
+from sharded_train.mesh import build_mesh, layout, stand_ins
+from sharded_train.mesh_picture import draw_mesh
+from sharded_train.params import named_leaves
+from sharded_train.recipe import Recipe, from_dict, program_on
+from sharded_train.schedules.costs import Costs
+from sharded_train.schedules.simulate import in_flight, neighbours
+from sharded_train.show import bytes_held, describe
+from sharded_train.show_tables import print_facts
+
+SMALL = {
+    "model": {"vocab_size": 64, "d_model": 32, "num_layers": 7, "num_heads": 4, "d_ff": 64},
+    "mesh": {"pipeline": 2, "tensor": 2},
+    "train": {"global_batch_size": 16, "sequence_length": 16, "num_microbatches": 4},
+}
+
+
+def recipe(*overrides: str) -> Recipe:
+    return from_dict(SMALL, [f"--config.{override}" for override in overrides])
+
+
+def pipeline_of(*overrides: str) -> dict[str, Any]:
+    found: dict[str, Any] = describe(recipe(*overrides), stand_ins("2x4"))["pipeline"]
+    return found
+
+
+def text_of(asked: Recipe) -> str:
+    out, devices = io.StringIO(), stand_ins("2x4")
+    picture = draw_mesh(layout(asked.mesh, devices), asked.mesh.order)
+    print_facts(describe(asked, devices), picture, Console(file=out, width=100, highlight=False))
+    return out.getvalue()
+
+
+def test_no_pipeline_no_section() -> None:
+    assert pipeline_of("mesh.pipeline=1") is None
+    assert "Pipeline" not in text_of(recipe("mesh.pipeline=1"))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_the_numbers_are_those_of_the_programs_own_table(schedule: str) -> None:
+    asked = recipe(f"pipeline.schedule={schedule}")
+    facts = describe(asked, jax.devices())["pipeline"]
+    pipe = program_on(asked, build_mesh(asked.mesh)).pipe
+    assert pipe is not None
+    assert facts["bubble"] == neighbours(pipe.schedule, pipe.costs).bubble
+    assert facts["in_flight"] == (in_flight(pipe.schedule)[0] / pipe.num_chunks).tolist()
+    assert facts["layers"] == pipe.split.layers.tolist()
+    assert sum(map(sum, facts["layers"])) == 7
+    assert [sum(n) + more for n, more in zip(facts["layers"], facts["padding"], strict=True)] == [
+        pipe.num_chunks * pipe.chunk_layers
+    ] * 2
+    # 4 rows of 8 data ranks' parts: 16 rows / (data 2 x 4 microbatches), 16 tokens / tensor 2
+    assert facts["bytes_per_send"] == 2 * 8 * 32 * asked.precision.compute_dtype.itemsize
+
+
+def test_gpipe_holds_all_microbatches_and_1f1b_the_stages() -> None:
+    many = ["train.num_microbatches=8"]
+    assert max(pipeline_of("pipeline.schedule=gpipe", *many)["in_flight"]) == 8
+    assert pipeline_of(*many)["in_flight"] == [3, 1]
+
+
+def test_costs_are_in_layers() -> None:
+    facts = pipeline_of("pipeline.layers=4,3", "train.remat=full")
+    costs = Costs(*(jax.numpy.asarray(facts["costs"][kind]) for kind in ("forward", "backward", "weights", "together")))
+    assert costs.forward[0, 0] == 4
+    assert costs.together[0, 0] == 3 * 4
+    assert costs.forward[1, 0] > 3  # the head
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_bytes_over_a_pipeline_are_those_really_held(stage: int) -> None:
+    asked = recipe(f"zero.stage={stage}")
+    facts = describe(asked, jax.devices())
+    program = program_on(asked, build_mesh(asked.mesh))
+    state = program.init(0)
+    by_name = dict(named_leaves(state.params, None))
+    for p in facts["parameters"]:
+        array = by_name[p["name"]]
+        assert tuple(p["shape"]) == array.shape
+        assert p["bytes"]["master_weights"] == bytes_held(array) == array.addressable_shards[0].data.nbytes
+    first = jax.devices()[0]
+    shards = [s for leaf in jax.tree.leaves(state) for s in leaf.addressable_shards if s.device == first]
+    assert facts["state_bytes_total"] == sum(s.data.nbytes for s in shards)
+    outside = [p for p in facts["parameters"] if p["axes"][0] != "layers"]
+    assert facts["pipeline"]["outside"]["names"] == [p["name"] for p in outside]
+    assert {"embedding", "head"} <= set(facts["pipeline"]["outside"]["names"])
+
+
+def test_bytes_of_the_step_over_a_pipeline_by_hand() -> None:
+    """Two stages of four places; a layer's weights one at a time under ZeRO 3; sums outside the layers whole."""
+    layer, outside = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32, 2 * 64 * 32 + 32
+    here = [*("mesh.tensor=1", "precision.recipe=bf16"), *("train.num_microbatches=1", "pipeline.layers=4,3")]
+    for stage, gathered, sums in (
+        (1, 4 * layer + outside, 4 * layer + outside),
+        (3, layer + outside, layer + outside),  # 4 layers' sums, each a quarter
+    ):
+        facts = describe(recipe(f"zero.stage={stage}", *here), stand_ins("2x4"))["step_bytes"]
+        assert facts["gathered_weights"] == 2 * gathered
+        assert facts["gradient_sums"] == 4 * sums
+
+
+def test_the_section_says_it_in_words() -> None:
+    text = text_of(recipe("pipeline.schedule=interleaved"))
+    facts = pipeline_of("pipeline.schedule=interleaved")
+    assert max(map(len, text.splitlines())) <= 100
+    section = text[text.index("\nPipeline\n") : text.index("Bytes on each device")]
+    for words in ("interleaved, 2 stages × 2 chunks", f"{facts['bubble']:.1%}", "in flight", "of 4 microbatches"):
+        assert words in section, words
+    assert "embedding" in section
+    assert json.loads(json.dumps(facts)) == facts
+
+
+def test_many_stages_are_listed_from_both_ends() -> None:
+    wide = dataclasses.replace(recipe(), model=dataclasses.replace(recipe().model, num_layers=64))
+    wide = dataclasses.replace(wide, mesh=dataclasses.replace(wide.mesh, pipeline=32, tensor=1))
+    facts, out = describe(wide, stand_ins("32x1")), io.StringIO()
+    print_facts(facts, "", Console(file=out, width=100, highlight=False))
+    section = out.getvalue().partition("\nPipeline\n")[2].partition("Bytes on each device")[0]
+    assert "\n7 " in section
+    assert "\n8 " not in section
+    assert "\n31" in section
+    assert "…" in section
