@@ -29,6 +29,7 @@ from sharded_train.rehearse import clusters, hlo, timeline
 from sharded_train.rehearse.clusters import Cluster
 from sharded_train.rehearse.compare import BEST
 from sharded_train.rehearse.compile import Compiled, compile_for
+from sharded_train.rehearse.pace import pace_of
 from sharded_train.rehearse.timeline import exposed_seconds, seconds_in_words
 from sharded_train.rehearse.wires import Collective, collectives
 from sharded_train.rehearse.wires_places import Places
@@ -86,7 +87,7 @@ def measured(name: str, compiled: Compiled, hosts: np.ndarray) -> Placed:
     assert not unknown, unknown
     found = [dataclasses.replace(each, per_host=fewest_on_a_host(each, places)) for each in found]
     model = flops_of_step(compiled.program.specs, recipe.train.global_batch_size, recipe.train.sequence_length)
-    time = timeline.describe(module, cluster, found, model, "bf16")
+    time = timeline.describe(module, cluster, found, model, "bf16", pace_of(compiled.program.pipe, module))
     return Placed(
         name,
         {"+".join(each.axes): each.link for each in found if each.link != "none"},

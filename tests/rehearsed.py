@@ -1,18 +1,20 @@
-"""A small train step rehearsed on two hosts of two H100, once for all tests of a process; skips where it cannot be."""
+"""Small train steps rehearsed on H100s, once for all tests of a process; tests skip where that cannot be."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 
 from sharded_train import recipe
 from sharded_train.errors import ConfigError
 from sharded_train.rehearse import clusters
-from sharded_train.rehearse.compile import check_plugin
+from sharded_train.rehearse.compile import Compiled, check_plugin, compile_for
 from sharded_train.rehearse.run import Rehearsal, rehearse
 
-TINY = {
+CLUSTER = clusters.parse("h100:2x2")
+TINY: dict[str, Any] = {
     "model": {"vocab_size": 512, "d_model": 256, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "d_ff": 512},
     "mesh": {"data": 2, "tensor": 2},
     "precision": {"recipe": "bf16"},
@@ -21,11 +23,30 @@ TINY = {
 }
 
 
+PIPELINE = {  # two stages of data 2: the model's three layers are split 2 + 1, the smaller chunk padded
+    **TINY,
+    "mesh": {"pipeline": 2, "data": 2, "tensor": 1},
+    "zero": {"stage": 1},
+    "train": {**TINY["train"], "num_microbatches": 4},
+}
+
+
 @functools.cache
 def tiny() -> Rehearsal:
     """The facts and the text of TINY on h100:2x2."""
+    _check()
+    return rehearse(recipe.from_dict(TINY), CLUSTER)
+
+
+@functools.cache
+def pipeline() -> Compiled:
+    """PIPELINE compiled for h100:2x2."""
+    _check()
+    return compile_for(recipe.from_dict(PIPELINE), CLUSTER)
+
+
+def _check() -> None:
     try:
         check_plugin()
     except ConfigError as error:
         pytest.skip(str(error))
-    return rehearse(recipe.from_dict(TINY), clusters.parse("h100:2x2"))

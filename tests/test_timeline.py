@@ -14,7 +14,8 @@ from sharded_train.devices import DEVICES, Device
 from sharded_train.flops import Flops
 from sharded_train.rehearse import clusters, hlo, timeline, trace
 from sharded_train.rehearse.costs import seconds_on_links
-from sharded_train.rehearse.streams import Result, Streams
+from sharded_train.rehearse.streams import Streams
+from sharded_train.rehearse.streams_state import Result
 from sharded_train.rehearse.wires import Collective, collectives
 from sharded_train.rehearse.wires_places import Link, Places
 from tests.rehearsed import tiny

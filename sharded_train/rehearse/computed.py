@@ -12,13 +12,16 @@ need), padding, and attention by XLA on tiles that reach over the causal mask.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from sharded_train.flops import CONVENTION, Flops
 from sharded_train.rehearse.hlo import Module, bits_of
 from sharded_train.rehearse.hlo_walk import Run, walk
+from sharded_train.rehearse.pace import Pace
 from sharded_train.rehearse.products import Product, Work, format_of, work_of
 from sharded_train.rehearse.scopes import words_of
 from sharded_train.show_tables import flops_in_words, new_table
@@ -35,25 +38,29 @@ REST = "not explained"
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """One instruction that runs, and what it computes each time."""
+    """One instruction that runs, what it computes each time, and how often a step, on the mean device."""
 
     run: Run
     work: Work
+    times: Fraction
 
 
-def describe(module: Module, model: Flops, compute_dtype: str) -> dict[str, Any]:
-    """The section as JSON values. All FLOPs are one device's in one step; `compute_dtype` is HLO's name ("bf16")."""
-    counted, decided = one_branch_each(count(module))
-    products = [(product, each.run) for each in counted for product in each.work.products]
-    kinds: Counter[str] = Counter()
-    for product, run in products:
-        kinds[product.kind] += product.flops * run.times
-    other = sum(each.work.other_flops * each.run.times for each in counted)
+def describe(module: Module, model: Flops, compute_dtype: str, pace: Pace | None = None) -> dict[str, Any]:
+    """The section as JSON values. All FLOPs are one device's in one step; `compute_dtype` is HLO's name ("bf16").
+
+    With the pace of a pipeline they are the mean device's, the branches of its conditionals counting as often as taken.
+    """
+    shares = {} if pace is None else pace.shares()
+    counted, decided = one_branch_each(weighted(count(module), shares))
+    products = [(product, each) for each in counted for product in each.work.products]
+    kinds: defaultdict[str, Fraction] = defaultdict(Fraction)
+    for product, each in products:
+        kinds[product.kind] += product.flops * each.times
     needed = model.total // module.num_devices
     return {
-        "by_kind": dict(kinds.most_common()),
-        "products": sum(kinds.values()),
-        "other": other,
+        "by_kind": {kind: round(kinds[kind]) for kind in sorted(kinds, key=lambda kind: -kinds[kind])},
+        "products": round(sum(kinds.values())),
+        "other": round(sum(each.work.other_flops * each.times for each in counted)),
         "model": needed,
         "explained": _explained(products, needed),
         "by_part": _by_part(products),
@@ -69,79 +76,115 @@ def count(module: Module) -> list[Counted]:
     """Everything that runs with its work, all branches of conditionals."""
     entered = ("call", "async-start", "call-start")  # walk goes into them
     return [
-        Counted(run, work_of(module, run.computation, run.instruction))
+        Counted(run, work_of(module, run.computation, run.instruction), Fraction(run.times))
         for run in walk(module)
         if run.instruction.opcode not in entered
     ]
 
 
+def weighted(counted: Sequence[Counted], shares: Mapping[tuple[str, int], Fraction]) -> list[Counted]:
+    """Each as often as the branches that it stands in are taken; `shares` are by conditional and branch."""
+
+    def share(each: Counted) -> Fraction:
+        return math.prod(
+            (shares.get((b.conditional, b.index), Fraction(1)) for b in each.run.branches), start=Fraction(1)
+        )
+
+    known = {name for name, _ in shares}
+    return [
+        dataclasses.replace(
+            each,
+            run=dataclasses.replace(
+                each.run, branches=tuple(branch for branch in each.run.branches if branch.conditional not in known)
+            ),
+            times=each.times * share(each),
+        )
+        for each in counted
+    ]
+
+
 def one_branch_each(counted: Sequence[Counted]) -> tuple[list[Counted], list[dict[str, Any]]]:
     """Of each conditional the branch with the most FLOPs, as though it was taken every time; and which those are."""
-    flops: Counter[tuple[str, int]] = Counter()
+    flops: defaultdict[tuple[str, int], Fraction] = defaultdict(Fraction)
     counts: dict[str, int] = {}
     for each in counted:
         for branch in each.run.branches:
             counts[branch.conditional] = branch.count
             total = sum(product.flops for product in each.work.products) + each.work.other_flops
-            flops[branch.conditional, branch.index] += total * each.run.times
+            flops[branch.conditional, branch.index] += total * each.times
     chosen = {name: max(range(n), key=lambda i: flops[name, i]) for name, n in counts.items()}
     kept = [each for each in counted if all(chosen[branch.conditional] == branch.index for branch in each.run.branches)]
     decided = [
-        {"name": name, "branches": counts[name], "taken": index, "flops": [flops[name, i] for i in range(counts[name])]}
+        {
+            "name": name,
+            "branches": counts[name],
+            "taken": index,
+            "flops": [round(flops[name, i]) for i in range(counts[name])],
+        }
         for name, index in chosen.items()
         if any(flops[name, i] for i in range(counts[name]))
     ]
     return kept, decided
 
 
-def _explained(products: Sequence[tuple[Product, Run]], model: int) -> dict[str, int]:
+Counts = Sequence[tuple[Product, Counted]]
+
+
+def _explained(products: Counts, model: int) -> dict[str, int]:
     """Compiled products as a sum."""
-    parts = {"the model, by its convention": model, REMATERIALISED: 0, AGAIN: 0, HIDDEN: 0}
-    total = 0
-    for product, run in products:
-        total += product.flops * run.times
+    parts: dict[str, Fraction] = {"the model, by its convention": Fraction(model)}
+    parts |= dict.fromkeys((REMATERIALISED, AGAIN, HIDDEN), Fraction(0))
+    total = Fraction(0)
+    for product, each in products:
+        total += product.flops * each.times
         if product.rematerialised:
-            parts[REMATERIALISED] += product.flops * run.times
+            parts[REMATERIALISED] += product.flops * each.times
         else:
-            parts[AGAIN] += product.again * run.times
-            parts[HIDDEN] += product.hidden * run.times
-    return {**parts, REST: total - sum(parts.values())}
+            parts[AGAIN] += product.again * each.times
+            parts[HIDDEN] += product.hidden * each.times
+    whole = {what: round(flops) for what, flops in parts.items()}
+    return {**whole, REST: round(total) - sum(whole.values())}
 
 
-def _by_part(products: Sequence[tuple[Product, Run]]) -> list[dict[str, Any]]:
+def _by_part(products: Counts) -> list[dict[str, Any]]:
     """FLOPs by part of the model and pass, in program order."""
     parts: dict[str, dict[str, Any]] = {}
-    for product, run in products:
+    for product, each in products:
         name = words_of(product.scope)
-        row = parts.setdefault(name, {"part": name, "kinds": Counter(), "flops": 0, "runs": 0})
-        row["kinds"][product.kind] += product.flops * run.times
-        row["flops"] += product.flops * run.times
-        row["runs"] += run.times
-    return [{**row, "kinds": dict(row["kinds"])} for row in parts.values()]
+        row = parts.setdefault(name, {"part": name, "kinds": {}, "flops": Fraction(0), "runs": Fraction(0)})
+        row["kinds"][product.kind] = row["kinds"].get(product.kind, Fraction(0)) + product.flops * each.times
+        row["flops"] += product.flops * each.times
+        row["runs"] += each.times
+    return [_rounded({**row, "kinds": _rounded(row["kinds"])}) for row in parts.values()]
 
 
-def _fallbacks(products: Sequence[tuple[Product, Run]], compute_dtype: str) -> list[dict[str, Any]]:
+def _fallbacks(products: Counts, compute_dtype: str) -> list[dict[str, Any]]:
     """Products in a wider type than their factors came in, or than the recipe computes in; alike ones together."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
-    for product, run in products:
+    for product, each in products:
         asked = min(product.from_dtype, compute_dtype, key=bits_of)
         if bits_of(product.dtype) <= bits_of(asked):
             continue
         shapes = " · ".join(map(str, product.factors))
         told = {"part": words_of(product.scope), "shapes": shapes, "kind": product.kind, "asked": format_of(asked)}
         row = found.setdefault(tuple(told.values()), {**told, "name": product.name, "runs": 0, "flops": 0})
-        row["runs"] += run.times
-        row["flops"] += product.flops * run.times
-    return sorted(found.values(), key=lambda row: -row["flops"])
+        row["runs"] += each.times
+        row["flops"] += product.flops * each.times
+    return [_rounded(row) for row in sorted(found.values(), key=lambda row: -row["flops"])]
+
+
+def _rounded(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers that may be those of a mean device, as whole ones."""
+    return {key: round(value) if isinstance(value, Fraction) else value for key, value in row.items()}
 
 
 def _unknown(counted: Sequence[Counted]) -> dict[str, int]:
     """What is not understood, and how often it runs."""
-    found: Counter[str] = Counter()
+    found: defaultdict[str, Fraction] = defaultdict(Fraction)
     for each in counted:
         for what in each.work.unknown:
-            found[what] += each.run.times
-    return dict(found)
+            found[what] += each.times
+    return _rounded(found)
 
 
 def tables(section: Mapping[str, Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from sharded_train.rehearse.page_bars import Part, bar, legend
 from sharded_train.rehearse.page_parts import figure, heading, link_title, paragraph, table
 from sharded_train.rehearse.page_style import colour_of_axes
 from sharded_train.rehearse.page_timeline import loop_words, timeline
-from sharded_train.rehearse.timeline import KINDS, seconds_in_words
+from sharded_train.rehearse.timeline import IDLE, KINDS, seconds_in_words
 
 CLOSE_UPS = 4  # loops of which one turn is drawn
 KERNELS = 20  # rows in the table of kernels
@@ -27,6 +27,8 @@ def section(time: Mapping[str, Any]) -> Iterator[str]:
     )
     parts = list(_parts(time))
     yield figure(bar(parts, step) + legend(with_shares(parts, step)), "What one step is made of.")
+    if time["idle"]:
+        yield paragraph(f"{IDLE}: {seconds_in_words(time['idle'])}, {100 * time['idle'] / step:.0f} % of the step.")
     yield "<h3>The step from its first kernel to its last</h3>"
     yield figure(timeline(time, 0.0, step, loops=True) + _legend(time), OVERVIEW)
     for loop, runs in list(_innermost(time))[:CLOSE_UPS]:

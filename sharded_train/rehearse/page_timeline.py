@@ -159,6 +159,8 @@ def _loops(section: Mapping[str, Any], scale: _Scale) -> Iterator[tuple[int, str
 
 def loop_words(section: Mapping[str, Any], loop: Mapping[str, Any]) -> str:
     """What one turn of a loop is, told by what it computes: "layer, backward", "microbatch", "chunk of the head"."""
+    if loop["turn"]:
+        return str(loop["turn"])
     start, end = loop["steady_start"], loop["steady_start"] + loop["steady"]
     places = [each["place"] for each in section["events"] if start <= each["start"] < end and each["lane"] == "compute"]
     parts = {place.partition(",")[0] for place in places}

@@ -14,6 +14,7 @@ from sharded_train.recipe import Recipe
 from sharded_train.rehearse import computed, hlo, memory, timeline, verdict, wires
 from sharded_train.rehearse.clusters import Cluster
 from sharded_train.rehearse.compile import PLUGINS, Compiled, compile_for, stand_ins
+from sharded_train.rehearse.pace import pace_of
 from sharded_train.rehearse.wires_places import Places
 from sharded_train.show import describe
 
@@ -40,6 +41,7 @@ def _facts(compiled: Compiled) -> dict[str, Any]:
     module = hlo.parse(compiled.text)
     collectives, _ = wires.collectives(module, Places.of(program.mesh))
     flops = flops_of_step(program.specs, recipe.train.global_batch_size, recipe.train.sequence_length)
+    pace = pace_of(program.pipe, module)
     dtype = HLO_NAMES[recipe.precision.compute_dtype.name]
     shown = describe(recipe, stand_ins(cluster))
     facts: dict[str, Any] = {
@@ -49,8 +51,8 @@ def _facts(compiled: Compiled) -> dict[str, Any]:
         "compile": {"seconds": compiled.seconds, "options": compiled.options, "versions": _versions()},
         "memory": memory.describe(compiled, module, collectives),
         "wires": wires.describe(module, program.mesh),
-        "computed": computed.describe(module, flops, dtype),
-        "time": timeline.describe(module, cluster, collectives, flops, dtype),
+        "computed": computed.describe(module, flops, dtype, pace),
+        "time": timeline.describe(module, cluster, collectives, flops, dtype, pace),
     }
     facts["verdict"] = verdict.describe(facts)
     facts["warnings"] = [

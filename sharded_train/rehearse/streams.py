@@ -6,109 +6,52 @@ after another is as good as together, while NVLink and the network do not distur
 too early, computing waits; that is *exposed* communication. One that is not asynchronous is waited for at once.
 
 Of a loop the first iterations are run, until two take the same time, and that is multiplied: the work here does not
-grow with trip counts. Of a conditional the slowest branch is taken. What is nowhere waited for within its computation
-is not waited for at all. But for conditionals, this only leaves time out: given the costs, the result is a lower bound.
+grow with trip counts. Of a conditional the slowest branch is taken, but in a pipeline the one that its schedule says,
+each tick for the busiest stage. What is nowhere waited for within its computation is not waited for at all. But for
+conditionals of which nothing is known, this only leaves time out: given the costs, the result is a lower bound.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
 from sharded_train.devices import MICROSECOND, Device
-from sharded_train.rehearse.costs import LANES, Cost, cost_of, seconds_on_links
+from sharded_train.rehearse.costs import Cost, cost_of, seconds_on_links
 from sharded_train.rehearse.hlo import Computation, Instruction, Module
 from sharded_train.rehearse.hlo_walk import trip_count
+from sharded_train.rehearse.pace import Conditional, Doing, Pace
 from sharded_train.rehearse.scopes import words_of
+from sharded_train.rehearse.streams_state import COMPUTE, Event, Key, LoopRun, Result, State, repeat, wait
 from sharded_train.rehearse.wires import Collective
 
-COMPUTE = "compute"
 _SLOWEST = (
     "Conditionals whose branches differ: the slowest is taken every time, as though all devices waited for one that "
     "takes it. Where that is not so a step may be shorter than this bound."
 )
 ITERATIONS = 6  # of a loop at most, before the last is taken for the steady state
-Key = tuple[str, str]  # axes joined by "+", link
-Totals = defaultdict[tuple[str, ...], float]
-
-
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """What a stream does from `start` on, for `seconds`.
-
-    `what` is a kernel's kind, a collective's axes, "wait" or "more" (iterations that are multiplied, not run; `shares`
-    are seconds of what they do). `place` says where in the model; of a wait, for which axes and link.
-    """
-
-    lane: str
-    name: str
-    what: str
-    start: float
-    seconds: float
-    place: str = ""
-    shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def end(self) -> float:
-        return self.start + self.seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class LoopRun:
-    """A loop, once: iterations take `first` seconds, later `steady`; one of the latter begins at `steady_start`."""
-
-    name: str
-    scope: str
-    trips: int
-    level: int
-    start: float
-    end: float
-    first: float
-    steady: float
-    steady_start: float
-
-
-@dataclasses.dataclass
-class State:
-    """How far each stream is, what was added up until now, and what can be drawn."""
-
-    now: float = 0.0
-    free: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
-    totals: Totals = dataclasses.field(default_factory=lambda: defaultdict(float))
-    sent: dict[str, list[tuple[float, float, Key]]] = dataclasses.field(default_factory=lambda: defaultdict(list))
-    events: list[Event] = dataclasses.field(default_factory=list)
-    loops: list[LoopRun] = dataclasses.field(default_factory=list)
-
-    def copy(self) -> State:
-        sent = defaultdict(list, {lane: list(each) for lane, each in self.sent.items()})
-        return State(self.now, dict(self.free), self.totals.copy(), sent, list(self.events), list(self.loops))
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """A step on paper. `totals` are seconds by (what, ...), see `Streams`; `notes` what was left out."""
-
-    seconds: float
-    totals: Mapping[tuple[str, ...], float]
-    events: Sequence[Event]
-    loops: Sequence[LoopRun]
-    notes: tuple[str, ...]
+Turn = Callable[["State"], "State"]
 
 
 class Streams:
     """Runs one module on one kind of device.
 
     Totals: ("kind", kind), ("kernel", computation, name), ("busy", lane), ("on", axes, lane), ("sent", axes, link),
-    ("exposed", axes, link).
+    ("exposed", axes, link); of a pipeline ("idle",): what the mean stage waits for the busiest, tick by tick.
     """
 
-    def __init__(self, module: Module, device: Device, collectives: Sequence[Collective]) -> None:
-        self.module, self.device = module, device
+    def __init__(
+        self, module: Module, device: Device, collectives: Sequence[Collective], pace: Pace | None = None
+    ) -> None:
+        self.module, self.device, self.pace = module, device, pace
         self.collectives = {(each.computation, each.name): each for each in collectives}
         self.costs: dict[tuple[str, str], Cost] = {}
         self._steps: dict[str, list[Instruction]] = {}
         self._notes: dict[str, None] = {}
+        self._doing: Doing | None = None  # of the stage that is followed, in a tick of a pipeline
+        self._layer_there = True
 
     def run(self) -> Result:
         """The whole step."""
@@ -127,7 +70,7 @@ class Streams:
             if collective := self.collectives.get((computation.name, instruction.name)):
                 arrival = self._send(state, collective)
                 if not collective.asynchronous:
-                    _wait(state, *arrival)
+                    wait(state, *arrival)
                 elif collective.done != instruction.name:
                     pending[collective.done] = arrival
                 else:
@@ -135,15 +78,11 @@ class Streams:
                         None
                     )
             elif instruction.name in pending:
-                _wait(state, *pending.pop(instruction.name))
+                wait(state, *pending.pop(instruction.name))
             elif opcode == "while":
                 state = self._loop(state, computation, instruction, level)
             elif opcode == "conditional":
-                branches = [self._computation(state.copy(), each, level) for each in self.module.called(instruction)]
-                ends = [branch.now for branch in branches]
-                if max(ends) - min(ends) > MICROSECOND:
-                    self._notes[_SLOWEST] = None
-                state = branches[ends.index(max(ends))]
+                state = self._conditional(state, instruction, level)
             elif opcode in ("call", "async-start", "call-start"):
                 for called in self.module.called(instruction)[:1]:
                     state = self._computation(state, called, level)
@@ -181,7 +120,7 @@ class Streams:
     def _send(self, state: State, collective: Collective) -> tuple[float, str, Key]:
         """Put a collective onto its streams; when it arrives, on which of them last, and what it is."""
         key = "+".join(collective.axes), collective.link
-        arrival = state.now, "", key
+        arrival, begins = (state.now, "", key), []
         for lane, seconds in seconds_on_links(collective, self.device).items():
             start = max(state.now, state.free[lane])
             end = state.free[lane] = start + seconds
@@ -191,10 +130,30 @@ class Streams:
             state.totals["busy", lane] += seconds
             state.totals["on", key[0], lane] += seconds
             arrival = max(arrival, (end, lane, key))
-        state.totals[("sent", *key)] += max(seconds_on_links(collective, self.device).values(), default=0.0)
+            begins.append(start)
+        if begins:
+            state.totals[("sent", *key)] += arrival[0] - min(begins)
         return arrival
 
-    # ---- loops --------------------------------------------------------------------------------------------------
+    # ---- conditionals and loops -----------------------------------------------------------------------------------
+
+    def _conditional(self, state: State, conditional: Instruction, level: int) -> State:
+        """The branch that the stage takes that is followed; where that is not known, the slowest."""
+        branches = self.module.called(conditional)
+        known = self._known(conditional)
+        if known is not None and self._doing is not None:
+            busy = self._doing.takes(known.role, self._layer_there)
+            # A conditional with two branches, or more of which all but one are idle.
+            index = known.busy if busy else next(i for i in range(known.count) if i != known.busy)
+            return self._computation(state, branches[index], level)
+        states = [self._computation(state.copy(), each, level) for each in branches]
+        ends = [each.now for each in states]
+        if max(ends) - min(ends) > MICROSECOND:
+            self._notes[_SLOWEST] = None
+        return states[ends.index(max(ends))]
+
+    def _known(self, instruction: Instruction) -> Conditional | None:
+        return None if self.pace is None else self.pace.conditionals.get(instruction.name)
 
     def _loop(self, state: State, computation: Computation, loop: Instruction, level: int) -> State:
         condition, body = (self.module.computations[loop.attributes[key].lstrip("%")] for key in ("condition", "body"))
@@ -202,58 +161,74 @@ class Streams:
         if trips is None:
             self._notes[f"{loop.name}: the program does not tell how often this loop runs; once is taken."] = None
             trips = 1
-        began, before, lengths = state.now, (state.now, state.totals), list[float]()
-        while len(lengths) < trips:
-            before = state.now, state.totals.copy()
-            state = self._computation(state, condition, level + 1)
-            state = self._computation(state, body, level + 1)
-            lengths.append(state.now - before[0])
-            rest = trips - len(lengths)
-            same = len(lengths) > 1 and abs(lengths[-1] - lengths[-2]) <= 1e-9 * lengths[-1]
-            if rest and (same or len(lengths) == ITERATIONS):
-                _repeat(state, rest, *before, name=loop.name)
-                break
-        if trips:
-            steady_start = before[0]
-            state.loops.append(
-                LoopRun(loop.name, loop.scope, trips, level, began, state.now, lengths[0], lengths[-1], steady_start)
+        began, longest = state.now, None
+        for count, turn in self._segments(body, trips, level):
+            first = state.now
+            state, length, start = self._turns(state, condition, count, turn, loop.name, level)
+            if count and (longest is None or count * length > longest[0]):
+                longest = count * length, first, length, start
+        if longest is not None:
+            _, first, length, start = longest
+            is_tick = self._is_tick(body, trips)
+            run = LoopRun(
+                loop.name, loop.scope, trips, level, began, state.now, length, start, "tick" if is_tick else ""
             )
+            state.loops.append(run)
         return self._computation(state, condition, level + 1)
 
+    def _segments(self, body: Computation, trips: int, level: int) -> Iterator[tuple[int, Turn]]:
+        """Turns of a loop that are alike: all, but for a pipeline's ticks and for layers that a chunk does not have."""
+        plain: Turn = lambda state: self._computation(state, body, level + 1)
+        if self._is_tick(body, trips):
+            assert self.pace is not None
+            for stages, ticks in itertools.groupby(self.pace.ticks):
+                yield len(list(ticks)), functools.partial(self._tick, body=body, level=level, stages=stages)
+            return
+        known = [self._known(each) for each in body if each.opcode == "conditional"]
+        role = next((each.role for each in known if each is not None and each.role.startswith("layer")), None)
+        if role is None or self._doing is None:
+            yield trips, plain
+            return
+        there = min(trips, (self._doing.forward if role == "layer forward" else self._doing.backward) or 0)
+        for count, is_there in ((there, True), (trips - there, False)):
+            yield count, functools.partial(self._layer, body=body, level=level, there=is_there)
 
-def _repeat(state: State, times: int, began: float, totals: Totals, name: str) -> None:
-    """Add `times` iterations like the one that began at `began`, with these totals before it."""
-    seconds = times * (state.now - began)
-    added = {key: total - totals[key] for key, total in state.totals.items()}
-    label = f"{times:,} more iterations of {name}"
-    shares = {key[1]: times * total for key, total in added.items() if key[0] == "kind" and total > 0}
-    for key, total in added.items():
-        if key[0] == "exposed" and total > 0:
-            shares[f"wait {key[1]}"] = shares.get(f"wait {key[1]}", 0.0) + times * total
-    if seconds > 0:
-        state.events.append(Event(COMPUTE, label, "more", state.now, seconds, shares=shares))
-    for lane in LANES:
-        if added.get(("busy", lane)):
-            start = max(state.now, state.free[lane])
-            carried = {key[1]: times * total for key, total in added.items() if key[0] == "on" and key[2] == lane}
-            state.events.append(Event(lane, label, "more", start, seconds, shares=carried))
-            state.sent[lane] = [(a + seconds, b + seconds, key) for a, b, key in state.sent[lane]]
-            state.free[lane] += seconds
-    for key, total in added.items():
-        state.totals[key] += times * total
-    state.now += seconds
+    def _is_tick(self, body: Computation, trips: int) -> bool:
+        known = [self._known(each) for each in body if each.opcode == "conditional"]
+        roles = {each.role for each in known if each is not None}
+        return self.pace is not None and {"forward", "backward"} <= roles and trips == len(self.pace.ticks)
 
+    def _layer(self, state: State, body: Computation, level: int, there: bool) -> State:
+        self._layer_there = there
+        state = self._computation(state, body, level + 1)
+        self._layer_there = True
+        return state
 
-def _wait(state: State, until: float, lane: str, key: Key) -> None:
-    """Compute nothing until then; the time is exposed communication of what the link carries meanwhile."""
-    if until <= state.now:
-        return
-    left = until - state.now
-    for start, end, its_key in state.sent[lane]:
-        overlap = min(end, until) - max(start, state.now)
-        if overlap > 0:
-            state.totals[("exposed", *its_key)] += overlap
-            left -= overlap
-    state.totals[("exposed", *key)] += max(left, 0.0)
-    state.events.append(Event(COMPUTE, "wait", "wait", state.now, until - state.now, f"{key[0]} over {key[1]}"))
-    state.now = until
+    def _tick(self, state: State, body: Computation, level: int, stages: Counter[Doing]) -> State:
+        """A tick takes as long as it takes the busiest stage; what the others have less to do is idle time."""
+        began, found = state.now, []
+        for doing, num_stages in stages.items():
+            self._doing = doing
+            found.append((self._computation(state.copy(), body, level + 1), num_stages))
+        self._doing = None
+        slowest = max((each for each, _ in found), key=lambda each: each.now)
+        own = sum(num_stages * (each.now - began) for each, num_stages in found) / stages.total()
+        slowest.totals["idle",] += slowest.now - began - own
+        return slowest
+
+    def _turns(
+        self, state: State, condition: Computation, count: int, turn: Turn, name: str, level: int
+    ) -> tuple[State, float, float]:
+        """So many turns that are alike; how long the last of those took that were run, and when it began."""
+        lengths: list[float] = []
+        start = state.now
+        while len(lengths) < count:
+            start, totals = state.now, state.totals.copy()
+            state = turn(self._computation(state, condition, level + 1))
+            lengths.append(state.now - start)
+            rest = count - len(lengths)
+            same = len(lengths) > 1 and abs(lengths[-1] - lengths[-2]) <= 1e-9 * lengths[-1]
+            if rest and (same or len(lengths) == ITERATIONS):
+                repeat(state, rest, start, totals, name)
+                break
+        return state, (lengths[-1] if lengths else 0.0), start

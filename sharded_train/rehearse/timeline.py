@@ -18,13 +18,16 @@ from sharded_train.flops import CONVENTION, Flops
 from sharded_train.rehearse.clusters import Cluster
 from sharded_train.rehearse.costs import LANES
 from sharded_train.rehearse.hlo import Module
+from sharded_train.rehearse.pace import Pace
 from sharded_train.rehearse.products import format_of
 from sharded_train.rehearse.scopes import words_of
-from sharded_train.rehearse.streams import Result, Streams
+from sharded_train.rehearse.streams import Streams
+from sharded_train.rehearse.streams_state import Result
 from sharded_train.rehearse.wires import Collective
 from sharded_train.show_tables import flops_in_words, new_table
 
 KINDS = {"products": "matrix products", "attention": "attention", "other": "other kernels"}
+IDLE = "The pipeline's bubble, what the mean stage is idle for while the busiest of a tick works"
 MOST_KERNELS = 12  # of the table of those that take longest
 BOUND = (
     "A lower bound: kernels at 100 % of the data sheet's FLOP/s or memory bandwidth, links at 100 % of theirs, ring "
@@ -35,10 +38,19 @@ BOUND = (
 
 
 def describe(
-    module: Module, cluster: Cluster, collectives: Sequence[Collective], model: Flops, compute_dtype: str
+    module: Module,
+    cluster: Cluster,
+    collectives: Sequence[Collective],
+    model: Flops,
+    compute_dtype: str,
+    pace: Pace | None = None,
 ) -> dict[str, Any]:
-    """The section as JSON values; seconds and FLOPs are one device's. `compute_dtype` is HLO's name ("bf16")."""
-    streams = Streams(module, cluster.device, collectives)
+    """The section as JSON values; seconds and FLOPs are one device's. `compute_dtype` is HLO's name ("bf16").
+
+    With the `pace` of a pipeline it is the busiest stage that is followed in each tick, and "idle" is what the mean one
+    waits for it; without a pipeline that is 0.
+    """
+    streams = Streams(module, cluster.device, collectives, pace)
     result = streams.run()
     num_devices = cluster.num_devices
     peak_format = format_of(compute_dtype)
@@ -52,6 +64,7 @@ def describe(
         "peak_words": f"{peak / 1e12:,.0f} TFLOP/s, {cluster.device.name}, dense {peak_format} of the data sheet",
         "tokens_per_second_per_device": model.num_tokens / num_devices / result.seconds,
         "compute": {kind: result.totals.get(("kind", kind), 0.0) for kind in KINDS},
+        "idle": result.totals.get(("idle",), 0.0),
         "links": {lane: result.totals.get(("busy", lane), 0.0) for lane in LANES},
         "exposed": _exposed(result),
         "kernels": _kernels(module, streams, result),
@@ -146,9 +159,11 @@ def _tables(section: Mapping[str, Any]) -> Iterator[Any]:
         f"MFU {100 * section['mfu']:.1f} % at most = {flops_in_words(section['model_flops'])} / "
         f"{seconds_in_words(step)} / {section['peak_words']}; {tokens:,.0f} tokens/s on each device."
     )
+    if section["idle"]:
+        yield f"{IDLE}: {seconds_in_words(section['idle'])}, {share(section['idle'])} of the step."
     links = new_table("collectives over", "link", "take", "exposed", "hidden", right=["take", "exposed", "hidden"])
     for row in section["exposed"]:
-        hidden = f"{100 * (1 - row['exposed'] / row['seconds']):.0f} %"
+        hidden = f"{100 * max(0.0, 1 - row['exposed'] / row['seconds']):.0f} %"
         times = seconds_in_words(row["seconds"]), seconds_in_words(row["exposed"])
         links.add_row(row["axes"], link_words(row["link"]), *times, hidden)
     yield links

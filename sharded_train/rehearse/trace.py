@@ -13,7 +13,7 @@ from typing import Any
 
 from sharded_train.rehearse.costs import LANES
 from sharded_train.rehearse.scopes import words_of
-from sharded_train.rehearse.streams import COMPUTE
+from sharded_train.rehearse.streams_state import COMPUTE
 
 ROWS = {"loops": 0, COMPUTE: 1, **{lane: i for i, lane in enumerate(LANES, 2)}}
 MICROSECONDS = 1e6
@@ -46,7 +46,7 @@ def _events(section: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         _event(
             "loops", loop["start"], loop["end"] - loop["start"], f"{words_of(loop['scope'])}: {loop['trips']:,} times"
         )
-        | {"args": {"loop": loop["name"], "first_ms": 1e3 * loop["first"], "then_ms": 1e3 * loop["steady"]}}
+        | {"args": {"loop": loop["name"], "turn_ms": 1e3 * loop["steady"]}}
         for loop in section["loops"]
     ]
     for event in section["events"]:

@@ -1,0 +1,182 @@
+"""Which branch of which conditional a pipeline's stages take, tick by tick, as the schedule's table has it.
+
+One program runs on all stages, and a stage that has nothing to do takes an idle branch (see `pipeline.executor`). What
+the text of the program cannot tell, its schedule does: with it FLOPs are those of the mean device, and a tick lasts
+as long as its busiest stage, for which the others wait when they send.
+
+Conditionals are known by what their branches hold: forward and backward stand in the loop over ticks; the head and
+the embedding in a branch of these; a layer that a shorter chunk does not have in the loop over a chunk's layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+
+from sharded_train.pipeline import Pipeline
+from sharded_train.rehearse.hlo import Computation, Instruction, Module
+from sharded_train.rehearse.products import work_of
+from sharded_train.rehearse.scopes import part_of, phase_of
+from sharded_train.schedules.table import NONE
+
+Role = Literal["forward", "backward", "embed", "head", "embed back", "layer forward", "layer backward"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Doing:
+    """What one stage does in one tick: layers forward and backward (None: no such pass), and what comes beside them."""
+
+    forward: int | None = None
+    backward: int | None = None
+    embeds: bool = False
+    heads: bool = False
+    embeds_back: bool = False
+
+    def takes(self, role: Role, there: bool = True) -> bool:
+        """Whether it takes the busy branch of a conditional; of a layer's, that is `there`."""
+        return {
+            "forward": self.forward is not None,
+            "backward": self.backward is not None,
+            "embed": self.embeds,
+            "head": self.heads,
+            "embed back": self.embeds_back,
+        }.get(role, there)
+
+
+@dataclasses.dataclass(frozen=True)
+class Conditional:
+    """What a conditional decides, and which of its branches is the busy one."""
+
+    role: Role
+    busy: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """What the stages do in each tick, how many of them the same, and the program's conditionals by name."""
+
+    ticks: tuple[Counter[Doing], ...]
+    conditionals: Mapping[str, Conditional]
+
+    @property
+    def num_stages(self) -> int:
+        return self.ticks[0].total()
+
+    def shares(self) -> dict[tuple[str, int], Fraction]:
+        """Of each conditional's branches how often the mean stage takes it, whenever it comes to the conditional."""
+        all_of = sum(self.ticks, Counter[Doing]())
+        shares = {}
+        for name, conditional in self.conditionals.items():
+            share = _share(conditional.role, all_of)
+            for branch in range(conditional.count):
+                shares[name, branch] = share if branch == conditional.busy else 1 - share
+        return shares
+
+
+def pace_of(pipe: Pipeline | None, module: Module) -> Pace | None:
+    """The pace of a pipeline's program; None without one, or where its table has what is not known here."""
+    if pipe is None or pipe.schedule.weights is not None:
+        return None
+    conditionals = dict(_conditionals(module, module.computations[module.entry], None, False))
+    if not {"forward", "backward"} <= {each.role for each in conditionals.values()}:
+        return None
+    return Pace(tuple(_ticks(pipe)), conditionals)
+
+
+def _ticks(pipe: Pipeline) -> Iterator[Counter[Doing]]:
+    schedule, counts = pipe.schedule, pipe.split.layers
+    first, last = schedule.is_first, schedule.is_last
+    flags = first(schedule.forward), last(schedule.backward), first(schedule.backward)
+    stages = np.arange(schedule.num_stages)
+    forward, backward = (
+        np.where(items == NONE, NONE, counts[stages, schedule.chunk(items)])
+        for items in (schedule.forward, schedule.backward)
+    )
+    layers = lambda n: None if n == NONE else int(n)
+    for tick in range(schedule.num_ticks):
+        yield Counter(
+            Doing(layers(forward[tick, s]), layers(backward[tick, s]), *(bool(flag[tick, s]) for flag in flags))
+            for s in stages
+        )
+
+
+def _share(role: Role, doings: Counter[Doing]) -> Fraction:
+    """How often the busy branch is taken of the times that a stage comes to the conditional."""
+
+    def total(of: Mapping[Doing, int]) -> int:
+        return sum(of.values())
+
+    if role in ("forward", "backward"):
+        return Fraction(total({d: n for d, n in doings.items() if d.takes(role)}), total(doings))
+    goes_forward = role in ("embed", "layer forward")
+    inside = {d: n for d, n in doings.items() if (d.forward if goes_forward else d.backward) is not None}
+    if role in ("layer forward", "layer backward"):
+        counts = {d: (d.forward if goes_forward else d.backward) or 0 for d in inside}
+        return Fraction(sum(counts[d] * n for d, n in inside.items()), max(counts.values()) * total(inside))
+    return Fraction(total({d: n for d, n in inside.items() if d.takes(role)}), total(inside))
+
+
+def _conditionals(
+    module: Module, computation: Computation, within: Role | None, looped: bool
+) -> Iterator[tuple[str, Conditional]]:
+    """Every conditional of a role that is known, by name. `within` is the pass it stands in, `looped` a loop there."""
+    for instruction in computation:
+        if instruction.opcode == "conditional":
+            weights = [_weight(module, branch) for branch in module.called(instruction)]
+            busy = weights.index(max(weights))
+            role = _role(module, instruction, busy, within, looped)
+            if role is not None:
+                yield instruction.name, Conditional(role, busy, len(weights))
+            inside = role if role in ("forward", "backward") else within
+            for branch in module.called(instruction):
+                yield from _conditionals(module, branch, inside, False if inside != within else looped)
+        elif instruction.opcode == "while":
+            body = module.computations[instruction.attributes["body"].lstrip("%")]
+            yield from _conditionals(module, body, within, within is not None)
+        elif instruction.opcode in ("call", "async-start", "call-start"):
+            for called in module.called(instruction):
+                yield from _conditionals(module, called, within, looped)
+
+
+def _role(module: Module, conditional: Instruction, busy: int, within: Role | None, looped: bool) -> Role | None:
+    """What a conditional decides, told by the products of its busy branch and where it stands."""
+    scopes = set(_scopes(module, module.called(conditional)[busy]))
+    parts = {part_of(scope) for scope in scopes} - {"step"}
+    backward = any(phase_of(scope) == "backward" and part_of(scope) != "head" for scope in scopes)
+    if within is None:
+        return None if not parts else "backward" if backward else "forward"
+    if looped:
+        return "layer forward" if within == "forward" else "layer backward"
+    if "head" in parts:
+        return "head"
+    return None if parts else "embed" if within == "forward" else "embed back"
+
+
+def _scopes(module: Module, computation: Computation) -> Iterator[str]:
+    """The scopes of all matrix products in a computation and what it calls."""
+    for instruction in computation:
+        if instruction.opcode in ("while", "conditional", "call"):
+            for called in module.called(instruction):
+                yield from _scopes(module, called)
+        else:
+            yield from (product.scope for product in work_of(module, computation, instruction).products)
+
+
+def _weight(module: Module, computation: Computation) -> tuple[int, int]:
+    """How much a branch holds: FLOPs of its products, and instructions, all that it calls once."""
+    flops = instructions = 0
+    for instruction in computation:
+        instructions += 1
+        if instruction.opcode in ("while", "conditional", "call"):
+            inner = [_weight(module, called) for called in module.called(instruction)]
+            flops += sum(each[0] for each in inner)
+            instructions += sum(each[1] for each in inner)
+        else:
+            flops += sum(product.flops for product in work_of(module, computation, instruction).products)
+    return flops, instructions
