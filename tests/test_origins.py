@@ -41,6 +41,20 @@ TEXT = """HloModule step, is_scheduled=true, entry_computation_layout={(f32[4,8]
   ROOT %less = pred[] compare(%j, %j), direction=LT
 }
 
+%idle (kept: (f32[8], f32[8])) -> (f32[8], f32[8]) {
+  %kept = (f32[8]{0}, f32[8]{0}) parameter(0)
+  %a = f32[8]{0} get-tuple-element(%kept), index=0
+  %b = f32[8]{0} get-tuple-element(%kept), index=1
+  ROOT %both = (f32[8]{0}, f32[8]{0}) tuple(%a, %b)
+}
+
+%busy (given: f32[8]) -> (f32[8], f32[8]) {
+  %given = f32[8]{0} parameter(0)
+  %root = f32[8]{0} sqrt(%given)
+  %copied = f32[8]{0} copy(%root)
+  ROOT %pair = (f32[8]{0}, f32[8]{0}) tuple(%copied, %given)
+}
+
 ENTRY %main (w: f32[8], x: f32[4,8]) -> f32[4,8] {
   %w = f32[8]{0} parameter(0), metadata={op_name="state.params['layers']['mlp']['up']"}
   %x = f32[4,8]{1,0} parameter(1), metadata={op_name="batch.tokens"}
@@ -48,6 +62,9 @@ ENTRY %main (w: f32[8], x: f32[4,8]) -> f32[4,8] {
   %moved = f32[8]{0} copy(%w)
   %begin = (s32[], f32[4,8]{1,0}, f32[8]{0}) tuple(%zero, %x, %moved)
   %loop = (s32[], f32[4,8]{1,0}, f32[8]{0}) while(%begin), condition=%condition, body=%body
+  %two = (f32[8]{0}, f32[8]{0}) tuple(%moved, %moved)
+  %choice = s32[] constant(1)
+  %either = (f32[8]{0}, f32[8]{0}) conditional(%choice, %two, %w), branch_computations={%idle, %busy}
   ROOT %result = f32[4,8]{1,0} get-tuple-element(%loop), index=1
 }
 """
@@ -65,6 +82,10 @@ ENTRY %main (w: f32[8], x: f32[4,8]) -> f32[4,8] {
         ("placed", (), "made"),
         ("result", (), "made"),
         ("made", (), "made"),
+        ("either", (0,), "root"),  # what the busy branch makes
+        ("either", (1,), "w"),  # what both hand on
+        ("b", (), "w"),
+        ("given", (), "w"),
     ],
 )
 def test_origins(name: str, index: tuple[int, ...], origin: str) -> None:

@@ -65,6 +65,8 @@ class Origins:
         if here.opcode == "while":
             body = self._module.computations[here.attributes["body"].lstrip("%")]
             return self._carried(body, element)
+        if here.opcode == "conditional":
+            return self._branch(here, element)
         if here.opcode == "tuple":
             return (home.instructions[here.operands[element]], 0) if element < len(here.operands) else None
         if here.opcode == "get-tuple-element":
@@ -83,7 +85,8 @@ class Origins:
         if caller.opcode == "while":
             return self._carried(home, element) if home.name == caller.attributes["body"].lstrip("%") else None
         operands = self._homes[caller.name].operands(caller)
-        number = int(here.literal)
+        # A conditional takes what chooses, then one operand for each branch.
+        number = 1 + caller.called.index(home.name) if caller.opcode == "conditional" else int(here.literal)
         return (operands[number], element) if number < len(operands) else None
 
     def _carried(self, body: Computation, element: int) -> tuple[Instruction, int] | None:
@@ -99,6 +102,12 @@ class Origins:
                 return self._homes[loop.name].operands(loop)[0], element
         return made, 0
 
+    def _branch(self, here: Instruction, element: int) -> tuple[Instruction, int] | None:
+        """What a branch makes; of several, the first that does not just hand on what it got, or a constant."""
+        found = [_result(branch, element) for branch in self._module.called(here)]
+        making = [each for each in found if each[0].opcode not in ("parameter", "constant", "broadcast")]
+        return next(iter(making or found), None)
+
     def _inside(self, here: Instruction, element: int) -> tuple[Instruction, int] | None:
         """The root of what a fusion or a call runs; what ends something asynchronous is what began it."""
         if here.opcode.endswith("-done"):
@@ -107,3 +116,13 @@ class Origins:
         if not called:
             return None
         return called[0].instructions[called[0].root], element
+
+
+def _result(computation: Computation, element: int) -> tuple[Instruction, int]:
+    """What lies behind element `element` of a computation's result, through tuples and what passes numbers on."""
+    made = computation.instructions[computation.root]
+    while made.opcode == "tuple" or (made.opcode in PASSING and made.operands):
+        name = made.operands[element if made.opcode == "tuple" else 0]
+        element = 0 if made.opcode == "tuple" else int(made.attributes.get("index", element))
+        made = computation.instructions[name]
+    return made, element
