@@ -17,6 +17,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -87,15 +88,26 @@ def measured(name: str, compiled: Compiled, hosts: np.ndarray) -> Placed:
     assert not unknown, unknown
     found = [dataclasses.replace(each, per_host=fewest_on_a_host(each, places)) for each in found]
     model = flops_of_step(compiled.program.specs, recipe.train.global_batch_size, recipe.train.sequence_length)
-    time = timeline.describe(module, cluster, found, model, "bf16", pace_of(compiled.program.pipe, module))
+    pace = pace_of(compiled.program.pipe, module)
+    shares = {} if pace is None else pace.shares()
+    time = timeline.describe(module, cluster, found, model, "bf16", pace)
     return Placed(
         name,
         {"+".join(each.axes): each.link for each in found if each.link != "none"},
-        sum(over_nvlink(each) * each.times for each in found),
-        sum(over_network(each) * each.times for each in found),
+        sum(over_nvlink(each) * times_of(each, shares) for each in found),
+        sum(over_network(each) * times_of(each, shares) for each in found),
         exposed_seconds(time),
         time["step_seconds"],
     )
+
+
+def times_of(collective: Collective, shares: Mapping[tuple[str, int], Fraction]) -> float:
+    """How often the mean device runs it in a step: its branches count as often as they are taken."""
+    times = Fraction(collective.times)
+    for branch in collective.branches:  # "conditional.3, branch 1 of 2"
+        name, _, place = branch.partition(", branch ")
+        times *= shares.get((name, int(place.partition(" ")[0]) - 1), Fraction(1))
+    return float(times)
 
 
 def fewest_on_a_host(collective: Collective, places: Places) -> int:
@@ -125,6 +137,7 @@ def print_table(found: Sequence[Placed], console: Console) -> None:
     best = min(each.step for each in found)
     columns = ("sent over NVLink", "sent over the network", "waits", "step, at least", "of the best")
     table = new_table("mapping", *columns, right=columns)
+    table.columns[0].no_wrap = True
     for each in found:
         table.add_row(
             each.name,
@@ -148,7 +161,7 @@ def main() -> None:
     recipe, cluster = load(args.config, overrides), clusters.parse(args.cluster)
     found = list(mappings(recipe, cluster, args.seed))
     sizes = resolve_sizes(recipe.mesh, cluster.num_devices)
-    console = Console(width=110, highlight=False)
+    console = Console(width=120, highlight=False)
     shape = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
     console.print(
         f"{args.config.name} on {cluster.words}, {shape}, ZeRO {recipe.zero.stage}; bytes of one device in a step"

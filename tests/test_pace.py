@@ -97,7 +97,10 @@ def test_the_section_tells_the_bubble() -> None:
     section = timeline.describe(module(), CLUSTER, found, model(), "bf16", pace())
     assert section["idle"] > 0
     assert any(isinstance(each, str) and timeline.IDLE in each for each in timeline.tables(section))
-    assert [loop for loop in section["loops"] if loop["turn"] == "tick"]
+    (ticks,) = [loop for loop in section["loops"] if loop["turn"] == "tick"]
+    assert ticks["step_turns"] == ticks["trips"] == len(pace().ticks)
+    for loop in section["loops"]:
+        assert 0 < loop["step_seconds"] <= section["step_seconds"]
     assert not [note for note in section["notes"] if "slowest" in note]
     assert np.isfinite(section["mfu"])
 

@@ -169,6 +169,8 @@ def test_loops_scale_and_cost_no_more_to_run() -> None:
     few, many = (run(looped(trips, *BODIES["waits"])) for trips in (100, 1_000_000))
     assert many.seconds == pytest.approx(10_000 * few.seconds, rel=1e-2)
     assert len(many.events) == len(few.events) < 40
+    assert many.totals["turns", "loop"] == 1_000_000
+    assert many.totals["loop", "loop"] == pytest.approx(many.seconds, rel=1e-2)
 
 
 def test_of_a_conditional_the_slowest_branch_is_taken() -> None:

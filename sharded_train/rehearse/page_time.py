@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,11 +30,11 @@ def section(time: Mapping[str, Any]) -> Iterator[str]:
         yield paragraph(f"{IDLE}: {seconds_in_words(time['idle'])}, {100 * time['idle'] / step:.0f} % of the step.")
     yield "<h3>The step from its first kernel to its last</h3>"
     yield figure(timeline(time, 0.0, step, loops=True) + _legend(time), OVERVIEW)
-    for loop, runs in list(_innermost(time))[:CLOSE_UPS]:
+    for loop in _innermost(time)[:CLOSE_UPS]:
         axes = " and ".join(_sent_in(time, loop)) or "nothing is sent"
         yield f"<h3>Close up: one {html.escape(loop_words(time, loop))} ({html.escape(axes)})</h3>"
-        share = 100 * runs * loop["steady"] / step
-        caption = f"{seconds_in_words(loop['steady'])}, {runs:,} times a step: {share:.0f} % of it."
+        share = 100 * loop["step_seconds"] / step
+        caption = f"{seconds_in_words(loop['steady'])}, {loop['step_turns']:,} times a step: {share:.0f} % of it."
         start = loop["steady_start"]
         picture = timeline(time, start, start + loop["steady"], loops=False)
         yield figure(picture, f"{caption} Hover over a block for its name.")
@@ -89,20 +88,22 @@ def _legend(time: Mapping[str, Any]) -> str:
     return legend([*kinds, *axes, Part("waiting", 0, "", "var(--free)", waiting=True)])
 
 
-def _innermost(time: Mapping[str, Any]) -> Sequence[tuple[Mapping[str, Any], int]]:
-    """The last run drawn of each loop that holds no other, with its turns a step; those that take longest first.
+def _innermost(time: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Of each loop that holds no other the longest turns drawn, those that take longest in the step first.
 
     Loops whose turns are alike, as of a first and of other microbatches, are one.
     """
-    loops = time["loops"]
+    loops = sorted(time["loops"], key=lambda loop: loop["steady"])
     last = {loop["name"]: loop for loop in loops if not any(_within(other, loop) for other in loops)}
-    found: dict[tuple[Any, ...], tuple[Mapping[str, Any], int]] = {}
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for loop in last.values():
-        outer = {other["name"]: other["trips"] for other in loops if _within(loop, other)}
         alike = loop_words(time, loop), _sent_in(time, loop), f"{loop['steady']:.2g}"
-        runs = found[alike][1] if alike in found else 0
-        found[alike] = loop, runs + loop["trips"] * math.prod(outer.values())
-    return sorted(found.values(), key=lambda each: -each[1] * each[0]["steady"])
+        if before := found.get(alike):
+            before["step_turns"] += loop["step_turns"]
+            before["step_seconds"] += loop["step_seconds"]
+        else:
+            found[alike] = dict(loop)
+    return sorted(found.values(), key=lambda loop: -loop["step_seconds"])
 
 
 def _sent_in(time: Mapping[str, Any], loop: Mapping[str, Any]) -> tuple[str, ...]:

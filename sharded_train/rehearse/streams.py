@@ -39,7 +39,8 @@ class Streams:
     """Runs one module on one kind of device.
 
     Totals: ("kind", kind), ("kernel", computation, name), ("busy", lane), ("on", axes, lane), ("sent", axes, link),
-    ("exposed", axes, link); of a pipeline ("idle",): what the mean stage waits for the busiest, tick by tick.
+    ("exposed", axes, link), ("loop", name) and with it ("turns", name), which are no seconds; of a pipeline ("idle",):
+    what the mean stage waits for the busiest, tick by tick.
     """
 
     def __init__(
@@ -163,17 +164,15 @@ class Streams:
             trips = 1
         began, longest = state.now, None
         for count, turn in self._segments(body, trips, level):
-            first = state.now
             state, length, start = self._turns(state, condition, count, turn, loop.name, level)
-            if count and (longest is None or count * length > longest[0]):
-                longest = count * length, first, length, start
+            if count and (longest is None or count * length > longest[0] * longest[1]):
+                longest = count, length, start
         if longest is not None:
-            _, first, length, start = longest
-            is_tick = self._is_tick(body, trips)
-            run = LoopRun(
-                loop.name, loop.scope, trips, level, began, state.now, length, start, "tick" if is_tick else ""
-            )
-            state.loops.append(run)
+            turns, steady, start = longest
+            words = "tick" if self._is_tick(body, trips) else ""
+            state.loops.append(LoopRun(loop.name, loop.scope, trips, level, began, state.now, steady, start, words))
+            state.totals["turns", loop.name] += trips if words else turns
+            state.totals["loop", loop.name] += state.now - began
         return self._computation(state, condition, level + 1)
 
     def _segments(self, body: Computation, trips: int, level: int) -> Iterator[tuple[int, Turn]]:

@@ -22,7 +22,7 @@ from sharded_train.rehearse.pace import Pace
 from sharded_train.rehearse.products import format_of
 from sharded_train.rehearse.scopes import words_of
 from sharded_train.rehearse.streams import Streams
-from sharded_train.rehearse.streams_state import Result
+from sharded_train.rehearse.streams_state import LoopRun, Result
 from sharded_train.rehearse.wires import Collective
 from sharded_train.show_tables import flops_in_words, new_table
 
@@ -71,9 +71,15 @@ def describe(
         "notes": list(result.notes),
         "bound": BOUND,
         "convention": CONVENTION,
-        "loops": [dataclasses.asdict(loop) for loop in result.loops],
+        "loops": [_loop(loop, result) for loop in result.loops],
         "events": [dataclasses.asdict(event) for event in result.events],
     }
+
+
+def _loop(loop: LoopRun, result: Result) -> dict[str, Any]:
+    """One run of a loop that can be drawn, with its seconds and turns in the whole step."""
+    whole = {"step_seconds": result.totals["loop", loop.name], "step_turns": round(result.totals["turns", loop.name])}
+    return {**dataclasses.asdict(loop), **whole}
 
 
 def _exposed(result: Result) -> list[dict[str, Any]]:
