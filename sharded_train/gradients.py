@@ -164,12 +164,12 @@ class _Passes:
         """What is summed of one layer's gradients."""
         plan, shards = self.local.plan, self.shards["layers"]
         if not settle:
-            return lambda grads, _: float32(grads)
+            return lambda grads, _: (float32(grads), None)
 
-        def collect(grads: Tree, layer: jax.Array) -> Tree:
+        def collect(grads: Tree, layer: jax.Array) -> tuple[Tree, None]:
             if before is not None:
                 grads = add(stack.layer_of(before["layers"], layer), grads)
-            return plan.settle(grads, stack.layer_of(shards, layer), plan.placements["layers"])
+            return plan.settle(grads, stack.layer_of(shards, layer), plan.placements["layers"]), None
 
         return collect
 

@@ -138,10 +138,12 @@ class Local:
 
     # ---- parts of the model ---------------------------------------------------------------------------------------
 
-    def block(self, rows: int) -> stack.Block:
-        """A layer, for so many rows."""
+    def block(self, rows: int, *, halves: bool = True) -> stack.Block:
+        """A layer, for so many rows; without `halves` always on all of them at once."""
         block: stack.Block = functools.partial(decoder.block, self.model, self.implementation)
-        return stack.rematerialized(stack.in_halves(block) if self.in_halves(rows) else block, self.train.remat)
+        return stack.rematerialized(
+            stack.in_halves(block) if halves and self.in_halves(rows) else block, self.train.remat
+        )
 
     def context(self, microbatch: Microbatch, key: jax.Array | None) -> decoder.Context:
         rows, numbers = microbatch

@@ -47,6 +47,11 @@ CASES = [
     ("deep", Layout(pipeline=2, data=2, tensor=2, zero=3, num_microbatches=4, schedule="interleaved", chunks=2)),
     ("deep", Layout(pipeline=2, data=2, zero=1, group=1, num_microbatches=1, remat="full")),
     ("gpt2", Layout(pipeline=2, data=2, tensor=2, zero=1, num_microbatches=4, schedule="gpipe", overlap=True)),
+    ("deep", Layout(pipeline=2, num_microbatches=4, schedule="zero_bubble", chunks=1, remat="full")),
+    ("deep", Layout(pipeline=2, data=2, tensor=2, zero=1, num_microbatches=4, schedule="zero_bubble", chunks=2)),
+    ("gpt2", Layout(pipeline=2, tensor=4, num_microbatches=2, schedule="zero_bubble", chunks=1, remat="selective")),
+    ("llama_gqa", Layout(pipeline=2, data=1, tensor=4, num_microbatches=2, schedule="zero_bubble", chunks=1)),
+    ("llama", Layout(pipeline=2, data=2, zero=3, num_microbatches=4, schedule="zero_bubble", chunks=1)),
     # groups of ZeRO smaller than data
     ("llama", Layout(data=4, tensor=2, zero=3, group=2, num_microbatches=2)),
     ("gpt2", Layout(data=8, zero=1, group=4, num_microbatches=1, remat="full")),

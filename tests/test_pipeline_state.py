@@ -106,3 +106,11 @@ def test_evaluation_and_generation_are_those_of_one_device() -> None:
         found, same = both(equivalence.program(DEEP, layout))
         assert found == pytest.approx(loss, rel=1e-6)
         assert same == tokens
+
+
+def test_schedules_of_one_order_of_sums_are_bitwise_equal() -> None:
+    layout = Layout(pipeline=2, data=2, tensor=2, zero=1, num_microbatches=4, schedule="gpipe")
+    gpipe = equivalence.measure(equivalence.program(DEEP, layout))
+    other = equivalence.measure(equivalence.program(DEEP, dataclasses.replace(layout, schedule="1f1b")))
+    assert other.loss == gpipe.loss
+    assert {n: g.tobytes() for n, g in other.grads.items()} == {n: g.tobytes() for n, g in gpipe.grads.items()}

@@ -24,7 +24,9 @@ from sharded_train.params import Tree
 
 Remat = Literal["none", "selective", "full"]
 Block = Callable[[jax.Array, Any, Any, jax.Array], jax.Array]  # (x, weights, context, layer) -> x
-Collect = Callable[[Tree, jax.Array], Tree]  # (gradients of a layer's weights, its place) -> what is summed of them
+Collect = Callable[
+    [Tree, jax.Array], tuple[Tree, Tree]
+]  # (gradients of a layer, its place) -> what is summed, and kept
 Saved = tuple[list[jax.Array], list[jax.Array] | None]  # of layers [layers, ...]; of the last one, if it is by itself
 
 SAVED = "saved"  # the name that blocks give to values which the selective policy keeps
@@ -94,6 +96,7 @@ class Backward(NamedTuple):
 
     d_x: jax.Array
     sums: Tree  # [layers, ...]
+    kept: Tree  # [layers, ...]
     first: Tree | None  # the first layer's weights, fetched ahead: the next forward pass begins with them
 
 
@@ -139,7 +142,7 @@ def backward(
     last: Tree | None = None,
     beside: Tree = None,
 ) -> Backward:
-    """From the last layer to the first, adding to `sums [layers, ...]` in place what `collect` returns.
+    """From the last layer to the first, adding in place to `sums [layers, ...]` what `collect` says.
 
     `last` are the last layer's weights, where they are at hand. What is communicated to make `beside` is hidden behind
     a last layer that stands alone.
@@ -154,10 +157,22 @@ def backward(
         leaves = [next(rest) if keep_it else leaf for leaf, keep_it in zip(again, kept, strict=True)]
         d_x, d_weights = jax.tree.unflatten(treedef, leaves)(d_x)
         at = source.start + layer
-        return d_x, jax.tree.map(lambda s, g: _add_at(s, g, at), sums, collect(d_weights, at))
+        summed, kept_of_it = collect(d_weights, at)
+        return (d_x, add_at(sums, summed, at)), kept_of_it
 
-    (d_x, sums), first = _downwards(visit, (d_y, sums), source, saved, last, beside)
-    return Backward(d_x, sums, first)
+    (d_x, sums), kept, first = _downwards(visit, (d_y, sums), source, saved, last, beside)
+    return Backward(d_x, sums, kept, first)
+
+
+def backward_weights(source: Source, kept: Tree, collect: Collect, sums: Tree) -> Tree:
+    """`sums` with what `collect(kept of a layer, place)` returns added in place: gradients that were left for later."""
+
+    def step(sums: Tree, now: Any) -> tuple[Tree, None]:
+        layer, kept = now
+        here = lambda: add_at(sums, collect(kept, source.start + layer)[0], source.start + layer)
+        return here() if source.count is None else lax.cond(layer < source.count, here, lambda: sums), None
+
+    return lax.scan(step, sums, (jnp.arange(source.num_layers), kept))[0]
 
 
 def layer_of(stacked: Tree, layer: jax.Array | int) -> Tree:
@@ -195,36 +210,41 @@ def _upwards(
 
 def _downwards(
     visit: Callable[..., Any], carry: Any, source: Source, saved: Saved, last: Tree | None, beside: Tree
-) -> tuple[Any, Tree | None]:
-    """`visit(carry, weights, layer, saved) -> carry` from the last layer to the first; also its weights."""
+) -> tuple[Any, Tree, Tree | None]:
+    """`visit(carry, weights, layer, saved) -> (carry, kept)` from the last layer to the first; also its weights."""
     (below, at_top), top = saved, source.num_layers - 1
 
-    def step(carry: Any, now: Any) -> tuple[Any, None]:
+    def step(carry: Any, now: Any) -> tuple[Any, Tree]:
         (carry, weights), (layer, saved) = carry, now
         following = source.at(jnp.maximum(layer - 1, 0)) if source.ahead else None
         here = lambda: visit(carry, weights if source.ahead else source.at(layer), layer, saved)
-        out = here() if source.count is None else lax.cond(layer < source.count, here, lambda: carry)
-        return (out, following), None
+        pass_over = lambda: (carry, compat.zeros_like(here)[1])
+        out, kept = here() if source.count is None else lax.cond(layer < source.count, here, pass_over)
+        return (out, following), kept
 
     if at_top is None:
-        (carry, _), _ = lax.scan(step, (carry, None), (jnp.arange(top + 1), below), reverse=True)
-        return carry, None
+        (carry, _), kept = lax.scan(step, (carry, None), (jnp.arange(top + 1), below), reverse=True)
+        return carry, kept, None
     following = source.at(max(top - 1, 0)) if source.ahead else None
-    carry = visit(carry, source.at(top) if last is None else last, jnp.int32(top), at_top)
+    carry, kept = visit(carry, source.at(top) if last is None else last, jnp.int32(top), at_top)
+    assert not jax.tree.leaves(kept), "what is kept of a layer that stands alone has no place among the others"
     # What is beside would wait until the end of the step, were it not to be there before the other layers begin.
     d_x, sums = carry
     carry = lax.optimization_barrier((d_x, beside))[0], sums
     (carry, first), _ = lax.scan(step, (carry, following), (jnp.arange(top), below), reverse=True)
-    return carry, first
+    return carry, None, first
 
 
 def _vjp(block: Block, x: jax.Array, weights: Tree, context: Any, layer: jax.Array) -> tuple[jax.Array, Any]:
     return jax.vjp(lambda x, w: block(x, w, context, layer), x, weights)  # type: ignore[no-any-return]
 
 
-def _add_at(sums: jax.Array, x: jax.Array, layer: jax.Array) -> jax.Array:
+def add_at(sums: Tree, tree: Tree, layer: jax.Array) -> Tree:
+    """`sums [layers, ...]` with a layer's `tree` added, which may lack some of the leaves."""
+    if isinstance(tree, dict):
+        return {name: add_at(total, tree[name], layer) if name in tree else total for name, total in sums.items()}
     now = lax.dynamic_index_in_dim(sums, layer, 0, keepdims=False)
-    return lax.dynamic_update_index_in_dim(sums, now + x, layer, 0)
+    return lax.dynamic_update_index_in_dim(sums, now + tree, layer, 0)
 
 
 def _depends_on_x(block: Block, x: jax.Array, weights: Tree, context: Any, layer: jax.Array) -> list[bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -11,12 +12,33 @@ from sharded_train import compat
 from sharded_train.ops.dot import dot
 
 
-def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+class Deferred(flax.struct.PyTreeNode):
+    """A weight whose gradient `x^T d_y` is left for later: the cotangents of two zeros are its factors.
+
+    `x [rows, in]` is None where another weight of the same input has it.
+    """
+
+    w: jax.Array
+    x: jax.Array | None
+    y: jax.Array  # [rows, out]
+
+    @classmethod
+    def of(cls, w: jax.Array, rows: int, num_in: int, *, x: bool, axes: tuple[str, ...]) -> Deferred:
+        """With zeros that vary over `axes`."""
+        zeros = lambda n: compat.vary(jnp.zeros((rows, n), w.dtype), axes)
+        return cls(w, zeros(num_in) if x else None, zeros(w.size // num_in))
+
+
+def linear(x: jax.Array, w: jax.Array | Deferred, bias: jax.Array | None = None) -> jax.Array:
     """`x [rows, in] @ w [*in, *out] + bias [*out]` -> `[rows, out]`: dims of a weight are taken together.
 
     Where `in` ends is told by x. Rows are all tokens of a batch: XLA's CPU back end multiplies batches of matrices
     several times more slowly than one matrix, and cuBLAS sees one large product.
     """
+    if isinstance(w, Deferred):
+        matrix = w.w.reshape(x.shape[1], -1)
+        y = _deferred(compat.vary(x, compat.varying_axes(matrix)), matrix, w.x, w.y)
+        return y if bias is None else y + bias.reshape(-1)
     split = next(i for i in range(w.ndim) if math.prod(w.shape[:i]) == x.shape[1])
     y = product(x, w.reshape(x.shape[1], math.prod(w.shape[split:])))
     return y if bias is None else y + bias.reshape(-1)
@@ -38,6 +60,32 @@ def _backward(saved: tuple[jax.Array, jax.Array], d_y: jax.Array) -> tuple[jax.A
 
 
 _product.defvjp(lambda x, w: (_product(x, w), (x, w)), _backward)
+
+
+@jax.custom_vjp
+def _deferred(x: jax.Array, w: jax.Array, x_zero: jax.Array | None, y_zero: jax.Array) -> jax.Array:
+    return dot(x, w, out_dtype=x.dtype)
+
+
+def _backward_deferred(
+    saved: tuple[jax.Array, jax.Array, tuple[()] | None], d_y: jax.Array
+) -> tuple[jax.Array, None, jax.Array | None, jax.Array]:
+    x, w, x_wanted = saved
+    return dot(d_y, w, transpose_b=True, out_dtype=x.dtype), None, None if x_wanted is None else x, d_y
+
+
+def _forward_deferred(
+    x: jax.Array, w: jax.Array, x_zero: jax.Array | None, y_zero: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, tuple[()] | None]]:
+    return _deferred(x, w, x_zero, y_zero), (x, w, None if x_zero is None else ())
+
+
+_deferred.defvjp(_forward_deferred, _backward_deferred)
+
+
+def deferred_gradient(x: jax.Array, d_y: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The gradient of a weight of that shape, fp32, from what was kept of it."""
+    return dot(x, d_y, transpose_a=True, out_dtype=jnp.dtype(jnp.float32)).reshape(shape)
 
 
 def similarity(x: jax.Array, rows: jax.Array) -> jax.Array:

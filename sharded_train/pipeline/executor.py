@@ -14,6 +14,7 @@ gradients settled after the last, under every stage of ZeRO: they belong to all 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -25,24 +26,12 @@ from sharded_train import compat
 from sharded_train.collectives import axis_index
 from sharded_train.gradients import FP32, add, float32, local_zeros, settled_zeros
 from sharded_train.local import Batch, Local, Loss, Microbatch
-from sharded_train.models import stack
+from sharded_train.models import decoder, stack
 from sharded_train.models.stack import Source
 from sharded_train.params import Tree
 from sharded_train.pipeline.stages import Pipeline
-
-AXIS = "pipeline"
-
-
-class Now(NamedTuple):
-    """What the tables tell one stage for one tick."""
-
-    forward: jax.Array
-    backward: jax.Array
-    arriving_input: jax.Array
-    forward_input: jax.Array
-    backward_input: jax.Array
-    arriving_cotangent: jax.Array
-    backward_cotangent: jax.Array
+from sharded_train.pipeline.tables import AXIS, Now, buffer, get, put, tables
+from sharded_train.sharding import is_placement
 
 
 class Carry(NamedTuple):
@@ -51,8 +40,9 @@ class Carry(NamedTuple):
     inputs: jax.Array
     saved: Tree  # of each forward, for its backward: what the layers save, and their output
     cotangents: jax.Array
+    kept: Tree  # of each backward of inputs, for that of the weights; None where both are done in one go
     sent_on: jax.Array  # by the stage before: its output
-    sent_back: jax.Array  # by the stage after: the cotangent of its input
+    d_x: jax.Array  # to be sent to the stage before, beside the next forward
     sums: Tree
     nll: jax.Array
 
@@ -63,7 +53,7 @@ def loss_and_grads(
     """As `gradients.loss_and_grads`, over the stages of a pipeline."""
     num_tokens = local.num_targets(batch)
     stage = _Stage.of(local, pipe, shards, batch, key, num_tokens)
-    carry, _ = lax.scan(stage.tick, stage.start(), stage.tables())
+    carry, _ = lax.scan(stage.tick, stage.start(), tables(pipe, stage.number))
     plan, sums = local.plan, carry.sums
     layers, names = sums["layers"], plan.placements
     outside = {name: total for name, total in sums.items() if name != "layers"}
@@ -83,7 +73,7 @@ def loss(local: Local, pipe: Pipeline, shards: Tree, batch: Batch) -> Loss:
 
     def tick(carry: Any, now: Now) -> tuple[Any, None]:
         inputs, sent_on, nll = carry
-        inputs = _put(inputs, sent_on, now.arriving_input)
+        inputs = put(inputs, sent_on, now.arriving_input)
 
         def forward() -> tuple[jax.Array, jax.Array]:
             work = stage.work(now.forward)
@@ -95,10 +85,9 @@ def loss(local: Local, pipe: Pipeline, shards: Tree, batch: Batch) -> Loss:
         y, more = lax.cond(now.forward >= 0, forward, lambda: compat.zeros_like(forward))
         return (inputs, stage.send(y, 1), nll + more), None
 
-    tables = stage.tables()
     ticks = 1 + int(np.flatnonzero((pipe.schedule.forward >= 0).any(1))[-1])
-    first = jax.tree.map(lambda table: table[:ticks], tables)
-    (_, _, nll), _ = lax.scan(tick, (_slots(x, pipe.slots.num_inputs), x, stage.zero_nll()), first)
+    first = jax.tree.map(lambda table: table[:ticks], tables(pipe, stage.number))
+    (_, _, nll), _ = lax.scan(tick, (buffer(x, pipe.slots.num_inputs), x, stage.zero_nll()), first)
     return Loss(local.over_rows(lax.psum(nll, AXIS)), num_tokens)
 
 
@@ -135,28 +124,23 @@ class _Stage:
         microbatches = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:]), microbatches)
         layers = local.layers(shards) if local.plan.zero.stage == 3 else local.whole_layers(shards)
         layers = dataclasses.replace(layers, ahead=False, last_alone=False)
+        if pipe.schedule.weights is not None:
+            fetch, tokens = layers.fetch, math.prod(microbatches.numbers.shape[1:])
+            defer = lambda w: decoder.defer(local.model, fetch(w), tokens, local.plan.axes)
+            layers = dataclasses.replace(layers, fetch=defer)
         outer = local.outer(shards)
         return cls(local, pipe, shards, outer, layers, microbatches, key, num_tokens, axis_index(AXIS))
 
     @property
+    def defers(self) -> bool:
+        """Whether the weights' gradients are left for later."""
+        return self.pipe.schedule.weights is not None
+
+    @property
     def block(self) -> stack.Block:
-        return self.local.block(self.microbatches.numbers.shape[1])
+        return self.local.block(self.microbatches.numbers.shape[1], halves=not self.defers)
 
     # ---- tables and buffers -----------------------------------------------------------------------------------------
-
-    def tables(self) -> Now:
-        """This stage's columns of the schedule and its slots, each `[tick]`."""
-        schedule, slots = self.pipe.schedule, self.pipe.slots
-        tables = (
-            schedule.forward,
-            schedule.backward,
-            slots.arriving_input,
-            slots.forward_input,
-            slots.backward_input,
-            slots.arriving_cotangent,
-            slots.backward_cotangent,
-        )
-        return Now(*(lax.dynamic_index_in_dim(jnp.asarray(t), self.number, 1, keepdims=False) for t in tables))
 
     def nothing(self) -> jax.Array:
         """Activations of a microbatch between stages, zero."""
@@ -169,36 +153,42 @@ class _Stage:
 
     def start(self) -> Carry:
         x, slots, plan = self.nothing(), self.pipe.slots, self.local.plan
-        inputs = _slots(x, slots.num_inputs)
+        inputs = buffer(x, slots.num_inputs)
         zero = compat.vary(jnp.int32(0), (AXIS,))
         saved = compat.zeros_like(lambda: self.forward(zero, zero, inputs)[1])
         whole = local_zeros(plan, plan.placements, FP32)
         layers = whole["layers"] if plan.zero.stage <= 1 else settled_zeros(plan, plan.placements["layers"])
-        return Carry(
-            inputs,
-            jax.tree.map(lambda a: _slots(a, slots.num_inputs), saved),
-            _slots(x, slots.num_cotangents),
-            x,
-            x,
-            {**whole, "layers": layers},
-            self.zero_nll(),
-        )
+        sums, nll = {**whole, "layers": layers}, self.zero_nll()
+        saved = jax.tree.map(lambda a: buffer(a, slots.num_inputs), saved)
+        cotangents, kept = buffer(x, slots.num_cotangents), None
+        if self.defers:
+            now = Now(*[zero] * len(Now._fields))
+            kept = compat.zeros_like(lambda: self.backward(now, saved, cotangents, sums, nll))[1]
+            kept = jax.tree.map(lambda a: buffer(a, slots.num_kept), kept)
+        return Carry(inputs, saved, cotangents, kept, x, x, sums, nll)
 
     # ---- one tick ---------------------------------------------------------------------------------------------------
 
     def tick(self, carry: Carry, now: Now) -> tuple[Carry, None]:
-        inputs = _put(carry.inputs, carry.sent_on, now.arriving_input)
-        cotangents = _put(carry.cotangents, carry.sent_back, now.arriving_cotangent)
+        inputs = put(carry.inputs, carry.sent_on, now.arriving_input)
+        cotangents = put(carry.cotangents, self.send(carry.d_x, -1), now.arriving_cotangent)
         forward = lambda: self.forward(now.forward, now.forward_input, inputs)
         y, kept = lax.cond(now.forward >= 0, forward, lambda: compat.zeros_like(forward))
-        saved = jax.tree.map(lambda buffer, x: _put(buffer, x, now.forward_input), carry.saved, kept)
+        saved = jax.tree.map(lambda held, x: put(held, x, now.forward_input), carry.saved, kept)
 
-        def backward(sums: Tree, nll: jax.Array) -> tuple[jax.Array, Tree, jax.Array]:
+        def backward(sums: Tree, nll: jax.Array) -> tuple[jax.Array, Tree, Tree, jax.Array]:
             return self.backward(now, saved, cotangents, sums, nll)
 
-        idle = lambda sums, nll: (self.nothing(), sums, nll)
-        d_x, sums, nll = lax.cond(now.backward >= 0, backward, idle, carry.sums, carry.nll)
-        return Carry(inputs, saved, cotangents, self.send(y, 1), self.send(d_x, -1), sums, nll), None
+        def idle(sums: Tree, nll: jax.Array) -> tuple[jax.Array, Tree, Tree, jax.Array]:
+            return self.nothing(), compat.zeros_like(lambda: backward(sums, nll)[1]), sums, nll
+
+        d_x, deferred, sums, nll = lax.cond(now.backward >= 0, backward, idle, carry.sums, carry.nll)
+        kept = carry.kept
+        if self.defers:
+            kept = jax.tree.map(lambda held, x: put(held, x, now.backward_kept), kept, deferred)
+            later = lambda sums: self.weights(now, kept, sums)
+            sums = lax.cond(now.weights >= 0, later, lambda sums: sums, sums)
+        return Carry(inputs, saved, cotangents, kept, self.send(y, 1), d_x, sums, nll), None
 
     def work(self, item: jax.Array) -> Work:
         pipe, v = self.pipe, self.pipe.num_chunks
@@ -220,7 +210,7 @@ class _Stage:
     def input_of(self, work: Work, inputs: jax.Array, slot: jax.Array) -> jax.Array:
         """The embedding, or what the stage before has sent."""
         embed = lambda: self.local.embed(self.outer, work.microbatch.rows, work.context)
-        return lax.cond(work.first, embed, lambda: _get(inputs, slot))  # type: ignore[no-any-return]
+        return lax.cond(work.first, embed, lambda: get(inputs, slot))  # type: ignore[no-any-return]
 
     def forward(self, item: jax.Array, slot: jax.Array, inputs: jax.Array) -> tuple[jax.Array, Tree]:
         """The output of the item's chunk, and what its backward needs."""
@@ -232,10 +222,10 @@ class _Stage:
 
     def backward(
         self, now: Now, saved: Tree, cotangents: jax.Array, sums: Tree, nll: jax.Array
-    ) -> tuple[jax.Array, Tree, jax.Array]:
-        """The cotangent of the input of the item's chunk; the sums with the item's gradients and loss."""
+    ) -> tuple[jax.Array, Tree, Tree, jax.Array]:
+        """The cotangent of the input of the item's chunk, what is left for later; the sums with gradients and loss."""
         local, work = self.local, self.work(now.backward)
-        kept, y = jax.tree.map(lambda buffer: _get(buffer, now.backward_input), saved)
+        kept, y = jax.tree.map(lambda held: get(held, now.backward_input), saved)
         outside = {name: total for name, total in sums.items() if name != "layers"}
 
         def head() -> tuple[jax.Array, Tree, jax.Array]:
@@ -246,7 +236,7 @@ class _Stage:
             (_, more), (d_y, d_outer) = jax.value_and_grad(mean, argnums=(0, 1), has_aux=True)(y, self.outer)
             return d_y, add(outside, d_outer), nll + more
 
-        received = lambda: (_get(cotangents, now.backward_cotangent), outside, nll)
+        received = lambda: (get(cotangents, now.backward_cotangent), outside, nll)
         d_y, outside, nll = lax.cond(work.last, head, received)
         with jax.named_scope("layers"):
             down = stack.backward(self.block, work.layers, kept, d_y, work.context, self.collect, sums["layers"])
@@ -257,30 +247,37 @@ class _Stage:
             return add(outside, d_outer)
 
         outside = lax.cond(work.first, embed_back, lambda: outside)
-        return down.d_x, {**outside, "layers": down.sums}, nll
+        return down.d_x, down.kept, {**outside, "layers": down.sums}, nll
 
-    def collect(self, grads: Tree, place: jax.Array) -> Tree:
-        """What is summed of one layer's gradients."""
+    def weights(self, now: Now, kept: Tree, sums: Tree) -> Tree:
+        """The sums with the gradients that the item's backward left for later."""
+        plan = self.local.plan
+        shape = lambda p: jax.ShapeDtypeStruct(plan.local_shape(p.spec.shape, p.gathered)[1:], FP32)
+        like = jax.tree.map(shape, plan.placements["layers"], is_leaf=is_placement)
+        kept = jax.tree.map(lambda held: get(held, now.weights_kept), kept)
+        model, layers = self.local.model, self.work(now.weights).layers
+
+        def collect(kept: Tree, place: jax.Array) -> tuple[Tree, None]:
+            return self.summed(decoder.deferred_gradients(model, kept, like), place), None
+
+        return {**sums, "layers": stack.backward_weights(layers, kept, collect, sums["layers"])}
+
+    def collect(self, grads: Tree, place: jax.Array) -> tuple[Tree, Tree]:
+        """What is summed of one layer's gradients, and what is left for later."""
+        there, deferred = decoder.later(self.local.model, grads) if self.defers else (grads, None)
+        return self.summed(there, place), deferred
+
+    def summed(self, grads: Tree, place: jax.Array) -> Tree:
+        """What is summed of gradients of a layer, some or all."""
         plan = self.local.plan
         if plan.zero.stage <= 1:
             return float32(grads)
-        return plan.settle(grads, stack.layer_of(self.shards["layers"], place), plan.placements["layers"])
+        of_these = lambda tree: {branch: {n: tree[branch][n] for n in leaves} for branch, leaves in grads.items()}
+        shards = of_these(stack.layer_of(self.shards["layers"], place))
+        return plan.settle(grads, shards, of_these(plan.placements["layers"]))
 
     def send(self, x: jax.Array, by: int) -> jax.Array:
         """To the next stage, or the one before; round the end of the ring only where a stage has several chunks."""
         p = self.pipe.num_stages
         pairs = [(i, (i + by) % p) for i in range(p) if self.pipe.num_chunks > 1 or 0 <= i + by < p]
         return lax.ppermute(x, AXIS, pairs)
-
-
-def _slots(x: jax.Array, num: int) -> jax.Array:
-    """A buffer of `num` slots for such arrays, and one for what nobody reads."""
-    return jnp.broadcast_to(jnp.zeros_like(x), (num + 1, *x.shape))
-
-
-def _put(buffer: jax.Array, x: jax.Array, slot: jax.Array) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(buffer, x, jnp.where(slot < 0, buffer.shape[0] - 1, slot), 0)
-
-
-def _get(buffer: jax.Array, slot: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), 0, keepdims=False)
