@@ -69,12 +69,12 @@ class Row:
 
     @property
     def because(self) -> list[str]:
-        """The reasons that together give the difference to the byte; if none do, that."""
+        """The fewest reasons that together give the difference to the byte; if no three do, that."""
         difference = self.compiled - self.theory
-        for some in itertools.product([False, True], repeat=len(self.reasons)):
-            chosen = [reason for reason, taken in zip(self.reasons, some, strict=True) if taken]
-            if math.isclose(sum(sent for _, sent in chosen), difference, rel_tol=1e-12, abs_tol=1e-3):
-                return [words for words, _ in chosen]
+        for count in range(4):
+            for chosen in itertools.combinations(self.reasons, count):
+                if math.isclose(sum(sent for _, sent in chosen), difference, rel_tol=1e-12, abs_tol=1e-3):
+                    return [words for words, _ in chosen]
         return ["NOT EXPLAINED"]
 
 
@@ -122,8 +122,8 @@ def theory(compiled: Compiled) -> dict[Kind, Row]:
             row.formula = " + ".join(filter(None, [row.formula, formula]))
             row.theory += entries * factor
             for reason, more in why.items():
-                key, _, leaf = reason.partition(" ")
-                row.reasons.append((REASONS[key].format(m=m, leaf=leaf), more * factor))
+                key, _, which = reason.partition(" ")
+                row.reasons.append((REASONS[key].format(m=m, layers=layers, which=which), more * factor))
 
     def psi(stacked: bool | None = None, **like: bool) -> int:
         these = [leaf for leaf in leaves if stacked is None or leaf.stacked is stacked]
@@ -157,9 +157,10 @@ def theory(compiled: Compiled) -> dict[Kind, Row]:
     rows_here = recipe.train.global_batch_size // (n * sizes.get("replica", 1)) // m
     tokens = rows_here * recipe.train.sequence_length
     entries = m * (4 * layers + 2) * tokens * recipe.model.d_model
-    again = m * layers * tokens * recipe.model.d_model
-    for op, gathered_again in (("all-gather", 2 * again), ("reduce-scatter", again)):
-        add("activations", op, ["tensor"], compute, f"{m} (4 x {layers} + 2) A", entries, again=gathered_again)
+    recomputed = range(1, m * layers + 1)  # layers, of which XLA may find some it need not compute again
+    again = {f"again {k}": 2.0 * k * tokens * recipe.model.d_model for k in recomputed}
+    add("activations", "all-gather", ["tensor"], compute, f"{m} (4 x {layers} + 2) A", entries, **again)
+    add("activations", "reduce-scatter", ["tensor"], compute, f"{m} (4 x {layers} + 2) A", entries)
     sums = 4 if recipe.train.label_smoothing else 3
     add(SUMS, "all-reduce", ["tensor"], "f32", f"{m} x {sums} tokens", m * sums * tokens)
     return rows
@@ -172,10 +173,10 @@ REASONS = {
     "handed_on": "every pass but the first gets its first layer's weights from the pass before",
     "ahead": "one layer more is fetched ahead",
     "peeled": "the layer outside of the loop is summed by itself and within the stack of all",
-    "once": "XLA sums {leaf} once a step, not {m} times",
-    "twice": "XLA sums {leaf} twice a step (of the first pass, of all others), not {m} times",
+    "once": "XLA sums {which} once a step, not {m} times",
+    "twice": "XLA sums {which} twice a step (of the first pass, of all others), not {m} times",
     "loss": "XLA sums the loss along with them",
-    "again": "rematerialisation moves these a second time, attention's and the MLP's input of every layer",
+    "again": "rematerialisation gathers the inputs of attention and MLP again in {which} of {m} x {layers} layers",
 }
 
 
