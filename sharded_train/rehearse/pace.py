@@ -4,8 +4,9 @@ One program runs on all stages, and a stage that has nothing to do takes an idle
 the text of the program cannot tell, its schedule does: with it FLOPs are those of the mean device, and a tick lasts
 as long as its busiest stage, for which the others wait when they send.
 
-Conditionals are known by what their branches hold: forward and backward stand in the loop over ticks; the head and
-the embedding in a branch of these; a layer that a shorter chunk does not have in the loop over a chunk's layers.
+Conditionals are known by what their branches hold: those of the passes stand in the loop over ticks (that of the
+weights' gradients, where they are left for later, has products of no named part); the head and the embedding in a
+branch of these; a layer that a shorter chunk does not have in the loop over a chunk's layers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -24,28 +25,41 @@ from sharded_train.rehearse.products import work_of
 from sharded_train.rehearse.scopes import part_of, phase_of
 from sharded_train.schedules.table import NONE
 
-Role = Literal["forward", "backward", "embed", "head", "embed back", "layer forward", "layer backward"]
+Pass = Literal["forward", "backward", "weights"]  # the last where the weights' gradients are left for later
+Role = Literal[Pass, "embed", "head", "embed back", "layer forward", "layer backward", "layer weights"]
+PASSES: tuple[Pass, ...] = get_args(Pass)
+
+
+LAYER: Mapping[Role, Role] = {
+    "forward": "layer forward",
+    "backward": "layer backward",
+    "weights": "layer weights",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Doing:
-    """What one stage does in one tick: layers forward and backward (None: no such pass), and what comes beside them."""
+    """What one stage does in one tick: layers of each pass (None: no such pass), and what comes beside them."""
 
     forward: int | None = None
     backward: int | None = None
+    weights: int | None = None
     embeds: bool = False
     heads: bool = False
     embeds_back: bool = False
 
     def takes(self, role: Role, there: bool = True) -> bool:
         """Whether it takes the busy branch of a conditional; of a layer's, that is `there`."""
-        return {
-            "forward": self.forward is not None,
-            "backward": self.backward is not None,
-            "embed": self.embeds,
-            "head": self.heads,
-            "embed back": self.embeds_back,
-        }.get(role, there)
+        beside = {"embed": self.embeds, "head": self.heads, "embed back": self.embeds_back}
+        if role in PASSES:
+            return self.layers(role) is not None
+        return beside.get(role, there)
+
+    def layers(self, role: Role) -> int | None:
+        """Layers of the pass that a conditional decides about, or stands in."""
+        if role in ("embed", "forward", "layer forward"):
+            return self.forward
+        return self.weights if role in ("weights", "layer weights") else self.backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +94,12 @@ class Pace:
 
 
 def pace_of(pipe: Pipeline | None, module: Module) -> Pace | None:
-    """The pace of a pipeline's program; None without one, or where its table has what is not known here."""
-    if pipe is None or pipe.schedule.weights is not None:
+    """The pace of a pipeline's program; None without one, or where its conditionals are not understood."""
+    if pipe is None:
         return None
     conditionals = dict(_conditionals(module, module.computations[module.entry], None, False))
-    if not {"forward", "backward"} <= {each.role for each in conditionals.values()}:
+    passes = PASSES[:2] if pipe.schedule.weights is None else PASSES
+    if not set(passes) <= {each.role for each in conditionals.values()}:
         return None
     return Pace(tuple(_ticks(pipe)), conditionals)
 
@@ -94,15 +109,21 @@ def _ticks(pipe: Pipeline) -> Iterator[Counter[Doing]]:
     first, last = schedule.is_first, schedule.is_last
     flags = first(schedule.forward), last(schedule.backward), first(schedule.backward)
     stages = np.arange(schedule.num_stages)
-    forward, backward = (
+    weights = np.full_like(schedule.forward, NONE) if schedule.weights is None else schedule.weights
+    passes = [
         np.where(items == NONE, NONE, counts[stages, schedule.chunk(items)])
-        for items in (schedule.forward, schedule.backward)
-    )
+        for items in (schedule.forward, schedule.backward, weights)
+    ]
     layers = lambda n: None if n == NONE else int(n)
     for tick in range(schedule.num_ticks):
         yield Counter(
-            Doing(layers(forward[tick, s]), layers(backward[tick, s]), *(bool(flag[tick, s]) for flag in flags))
-            for s in stages
+            Doing(
+                layers(passes[0][tick, stage]),
+                layers(passes[1][tick, stage]),
+                layers(passes[2][tick, stage]),
+                *(bool(flag[tick, stage]) for flag in flags),
+            )
+            for stage in stages
         )
 
 
@@ -112,12 +133,11 @@ def _share(role: Role, doings: Counter[Doing]) -> Fraction:
     def total(of: Mapping[Doing, int]) -> int:
         return sum(of.values())
 
-    if role in ("forward", "backward"):
+    if role in PASSES:
         return Fraction(total({d: n for d, n in doings.items() if d.takes(role)}), total(doings))
-    goes_forward = role in ("embed", "layer forward")
-    inside = {d: n for d, n in doings.items() if (d.forward if goes_forward else d.backward) is not None}
-    if role in ("layer forward", "layer backward"):
-        counts = {d: (d.forward if goes_forward else d.backward) or 0 for d in inside}
+    inside = {d: n for d, n in doings.items() if d.layers(role) is not None}
+    if role.startswith("layer"):
+        counts = {d: d.layers(role) or 0 for d in inside}
         return Fraction(sum(counts[d] * n for d, n in inside.items()), max(counts.values()) * total(inside))
     return Fraction(total({d: n for d, n in inside.items() if d.takes(role)}), total(inside))
 
@@ -133,7 +153,7 @@ def _conditionals(
             role = _role(module, instruction, busy, within, looped)
             if role is not None:
                 yield instruction.name, Conditional(role, busy, len(weights))
-            inside = role if role in ("forward", "backward") else within
+            inside = role if role in PASSES else within
             for branch in module.called(instruction):
                 yield from _conditionals(module, branch, inside, False if inside != within else looped)
         elif instruction.opcode == "while":
@@ -150,9 +170,11 @@ def _role(module: Module, conditional: Instruction, busy: int, within: Role | No
     parts = {part_of(scope) for scope in scopes} - {"step"}
     backward = any(phase_of(scope) == "backward" and part_of(scope) != "head" for scope in scopes)
     if within is None:
-        return None if not parts else "backward" if backward else "forward"
+        if not parts:
+            return "weights" if scopes else None
+        return "backward" if backward else "forward"
     if looped:
-        return "layer forward" if within == "forward" else "layer backward"
+        return LAYER[within]
     if "head" in parts:
         return "head"
     return None if parts else "embed" if within == "forward" else "embed back"

@@ -188,7 +188,7 @@ class Streams:
         if role is None or self._doing is None:
             yield trips, plain
             return
-        there = min(trips, (self._doing.forward if role == "layer forward" else self._doing.backward) or 0)
+        there = min(trips, self._doing.layers(role) or 0)
         for count, is_there in ((there, True), (trips - there, False)):
             yield count, functools.partial(self._layer, body=body, level=level, there=is_there)
 
