@@ -109,9 +109,10 @@ def test_sends_go_to_neighbours_and_twice_a_tick(schedule: str, zero: int) -> No
         moved.append({int(stage_of[target] - stage_of[source]) for source, target in pairs})
         assert len(pairs) == (P if ring else P - 1) * numbers.shape[1]
     assert all(by == {1, -1} for by in moved) if ring else moved.count({1}) == moved.count({-1}) == len(moved) / 2
-    assert sum(run.times for run in runs) == 2 * program.pipe.schedule.num_ticks
     sent = [each for each in found(schedule, zero) if each.op == "collective-permute"]
-    assert {(each.payload_bytes, each.dtype) for each in sent} == {(ACTIVATION, "bf16")}
+    # With two stages in a ring both directions are the same pairs, and XLA may send both at once.
+    assert sum(each.times * len(each.members) for each in sent) == 2 * program.pipe.schedule.num_ticks
+    assert {(member.bytes, member.dtype) for each in sent for member in each.members} == {(ACTIVATION, "bf16")}
 
 
 @pytest.mark.parametrize(("schedule", "zero"), CASES)
