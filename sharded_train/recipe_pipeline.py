@@ -22,7 +22,7 @@ from sharded_train.show_tables import bytes_in_words
 if TYPE_CHECKING:
     from sharded_train.recipe import Recipe
 
-NOT_BUILT = ("zero_bubble",)  # of `schedules`, what the executor cannot run yet
+NOT_BUILT: tuple[str, ...] = ()  # of `schedules`, what the executor cannot run yet
 BF16, FP32 = 2, 4  # bytes
 
 

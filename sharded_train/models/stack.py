@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharded_train import compat
+from sharded_train.in_place import in_place_if
 from sharded_train.params import Tree
 
 Remat = Literal["none", "selective", "full"]
@@ -169,8 +170,8 @@ def backward_weights(source: Source, kept: Tree, collect: Collect, sums: Tree) -
 
     def step(sums: Tree, now: Any) -> tuple[Tree, None]:
         layer, kept = now
-        here = lambda: add_at(sums, collect(kept, source.start + layer)[0], source.start + layer)
-        return here() if source.count is None else lax.cond(layer < source.count, here, lambda: sums), None
+        here = lambda sums: add_at(sums, collect(kept, source.start + layer)[0], source.start + layer)
+        return here(sums) if source.count is None else in_place_if(layer < source.count, here, sums), None
 
     return lax.scan(step, sums, (jnp.arange(source.num_layers), kept))[0]
 
@@ -217,9 +218,12 @@ def _downwards(
     def step(carry: Any, now: Any) -> tuple[Any, Tree]:
         (carry, weights), (layer, saved) = carry, now
         following = source.at(jnp.maximum(layer - 1, 0)) if source.ahead else None
-        here = lambda: visit(carry, weights if source.ahead else source.at(layer), layer, saved)
-        pass_over = lambda: (carry, compat.zeros_like(here)[1])
-        out, kept = here() if source.count is None else lax.cond(layer < source.count, here, pass_over)
+        here = lambda carry: visit(carry, weights if source.ahead else source.at(layer), layer, saved)
+        if source.count is None:
+            out, kept = here(carry)
+        else:
+            nothing = (carry, compat.zeros_like(here, carry)[1])
+            out, kept = in_place_if(layer < source.count, lambda state: here(state[0]), nothing)
         return (out, following), kept
 
     if at_top is None:

@@ -122,6 +122,7 @@ def _scores(q: jax.Array, k: jax.Array, visible: jax.Array) -> jax.Array:
     return jnp.where(visible[:, None, None], scores, HIDDEN)
 
 
+@jax.named_scope("scores")
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The attention, and the logsumexp of each query's scores in fp32."""
     scores = _scores(q, k, visible)
@@ -132,6 +133,7 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> tu
     return (out / total).astype(q.dtype), (top + jnp.log(total))[..., 0]
 
 
+@jax.named_scope("scores")
 def _backward(
     q: jax.Array,
     k: jax.Array,

@@ -25,6 +25,7 @@ from jax import lax
 from sharded_train import compat
 from sharded_train.collectives import axis_index
 from sharded_train.gradients import FP32, add, float32, local_zeros, settled_zeros
+from sharded_train.in_place import in_place_if
 from sharded_train.local import Batch, Local, Loss, Microbatch
 from sharded_train.models import decoder, stack
 from sharded_train.models.stack import Source
@@ -179,15 +180,13 @@ class _Stage:
         def backward(sums: Tree, nll: jax.Array) -> tuple[jax.Array, Tree, Tree, jax.Array]:
             return self.backward(now, saved, cotangents, sums, nll)
 
-        def idle(sums: Tree, nll: jax.Array) -> tuple[jax.Array, Tree, Tree, jax.Array]:
-            return self.nothing(), compat.zeros_like(lambda: backward(sums, nll)[1]), sums, nll
-
-        d_x, deferred, sums, nll = lax.cond(now.backward >= 0, backward, idle, carry.sums, carry.nll)
+        nothing = (self.nothing(), compat.zeros_like(lambda: backward(carry.sums, carry.nll)[1]))
+        state = (*nothing, carry.sums, carry.nll)
+        d_x, deferred, sums, nll = in_place_if(now.backward >= 0, lambda state: backward(*state[2:]), state)
         kept = carry.kept
         if self.defers:
             kept = jax.tree.map(lambda held, x: put(held, x, now.backward_kept), kept, deferred)
-            later = lambda sums: self.weights(now, kept, sums)
-            sums = lax.cond(now.weights >= 0, later, lambda sums: sums, sums)
+            sums = in_place_if(now.weights >= 0, lambda sums: self.weights(now, kept, sums), sums)
         return Carry(inputs, saved, cotangents, kept, self.send(y, 1), d_x, sums, nll), None
 
     def work(self, item: jax.Array) -> Work:
@@ -228,7 +227,9 @@ class _Stage:
         kept, y = jax.tree.map(lambda held: get(held, now.backward_input), saved)
         outside = {name: total for name, total in sums.items() if name != "layers"}
 
-        def head() -> tuple[jax.Array, Tree, jax.Array]:
+        def head(state: tuple[jax.Array, Tree, jax.Array]) -> tuple[jax.Array, Tree, jax.Array]:
+            _, outside, nll = state
+
             def mean(y: jax.Array, outer: Tree) -> tuple[jax.Array, jax.Array]:
                 objective, nll = local.head(outer, y, work.microbatch.rows)
                 return objective / jnp.maximum(self.num_tokens, 1), nll
@@ -236,17 +237,17 @@ class _Stage:
             (_, more), (d_y, d_outer) = jax.value_and_grad(mean, argnums=(0, 1), has_aux=True)(y, self.outer)
             return d_y, add(outside, d_outer), nll + more
 
-        received = lambda: (get(cotangents, now.backward_cotangent), outside, nll)
-        d_y, outside, nll = lax.cond(work.last, head, received)
+        received = get(cotangents, now.backward_cotangent)
+        d_y, outside, nll = in_place_if(work.last, head, (received, outside, nll))
         with jax.named_scope("layers"):
             down = stack.backward(self.block, work.layers, kept, d_y, work.context, self.collect, sums["layers"])
 
-        def embed_back() -> Tree:
+        def embed_back(outside: Tree) -> Tree:
             embed = lambda outer: local.embed(outer, work.microbatch.rows, work.context)
             (d_outer,) = jax.vjp(embed, self.outer)[1](down.d_x)
             return add(outside, d_outer)
 
-        outside = lax.cond(work.first, embed_back, lambda: outside)
+        outside = in_place_if(work.first, embed_back, outside)
         return down.d_x, down.kept, {**outside, "layers": down.sums}, nll
 
     def weights(self, now: Now, kept: Tree, sums: Tree) -> Tree:
