@@ -11,7 +11,7 @@ from sharded_train import recipe
 from sharded_train.errors import ConfigError
 from sharded_train.rehearse import clusters
 from sharded_train.rehearse.compile import Compiled, check_plugin, compile_for
-from sharded_train.rehearse.run import Rehearsal, rehearse
+from sharded_train.rehearse.run import Rehearsal, facts_of
 
 CLUSTER = clusters.parse("h100:2x2")
 TINY: dict[str, Any] = {
@@ -34,8 +34,15 @@ PIPELINE = {  # two stages of data 2: the model's three layers are split 2 + 1, 
 @functools.cache
 def tiny() -> Rehearsal:
     """The facts and the text of TINY on h100:2x2."""
+    compiled = tiny_compiled(3)
+    return Rehearsal(facts_of(compiled), compiled.text)
+
+
+@functools.cache
+def tiny_compiled(stage: int) -> Compiled:
+    """TINY compiled for h100:2x2, under a ZeRO stage."""
     _check()
-    return rehearse(recipe.from_dict(TINY), CLUSTER)
+    return compile_for(recipe.from_dict({**TINY, "zero": {"stage": stage}}), CLUSTER)
 
 
 @functools.cache

@@ -33,10 +33,11 @@ def rehearse(recipe: Recipe, cluster: Cluster, progress: Callable[[str], Any] = 
     """Compile the train step of a recipe for a cluster and read it. Raises what `compile_for` raises."""
     compiled = compile_for(recipe, cluster, progress)
     progress("counting what it holds, sends and computes")
-    return Rehearsal(_facts(compiled), compiled.text)
+    return Rehearsal(facts_of(compiled), compiled.text)
 
 
-def _facts(compiled: Compiled) -> dict[str, Any]:
+def facts_of(compiled: Compiled) -> dict[str, Any]:
+    """Everything that a compiled step says, as JSON values."""
     recipe, cluster, program = compiled.recipe, compiled.cluster, compiled.program
     module = hlo.parse(compiled.text)
     collectives, _ = wires.collectives(module, Places.of(program.mesh))
