@@ -151,6 +151,9 @@ def work(schedule: str, steps: int) -> None:
 
 def compiled(args: argparse.Namespace, overrides: Sequence[str]) -> list[dict[str, Any]]:
     """A row for each schedule and number of microbatches, printed as they are known."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
     print(
         "| schedule | microbatches | temporaries, GiB | sums over data or pipeline | of them in ticks | sends "
         "| to neighbours | bubble | step, ms | MFU | tokens/s/GPU | compiled in, s |\n|" + "---|" * 12
