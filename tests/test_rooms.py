@@ -11,13 +11,12 @@ PACKAGE = Path(__file__).parent.parent / "sharded_train"
 
 # From the ground up; a file may import from its own room and those before it.
 ROOMS = {
-    "language": "errors compat gpu_flags config config_values mesh sharding params collectives in_place precision schedules",
+    "language": "errors compat gpu_flags config_values mesh sharding params collectives in_place precision schedules",
     "model": "ops models",
     "step": "optimizer local gradients pipeline step flops",
-    "run": "config_file mesh_picture equivalence data checkpoint workdir metrics devices peak recipe recipe_checks recipe_warnings recipe_pipeline assemble report stopping "
-    "memory train evaluate generate show show_pipeline show_tables data_verb data_rows schedule_verb schedule_picture "
-    "schedule_remarks rehearse "
-    "rehearse_verb",
+    "run": "config config_file mesh_picture equivalence data checkpoint workdir metrics devices peak recipe recipe_checks "
+    "recipe_warnings recipe_pipeline assemble report stopping memory train evaluate generate show show_pipeline "
+    "show_tables data_verb data_rows schedule_verb schedule_picture schedule_remarks rehearse rehearse_verb",
     "entry": "launch options __main__",
 }
 LEVEL = {name: level for level, names in enumerate(ROOMS.values()) for name in names.split()}

@@ -160,12 +160,12 @@ class _Stage:
         whole = local_zeros(plan, plan.placements, FP32)
         layers = whole["layers"] if plan.zero.stage <= 1 else settled_zeros(plan, plan.placements["layers"])
         sums, nll = {**whole, "layers": layers}, self.zero_nll()
-        saved = jax.tree.map(lambda a: buffer(a, slots.num_inputs), saved)
+        saved = buffer(saved, slots.num_inputs)
         cotangents, kept = buffer(x, slots.num_cotangents), None
         if self.defers:
             now = Now(*[zero] * len(Now._fields))
             kept = compat.zeros_like(lambda: self.backward(now, saved, cotangents, sums, nll))[1]
-            kept = jax.tree.map(lambda a: buffer(a, slots.num_kept), kept)
+            kept = buffer(kept, slots.num_kept)
         return Carry(inputs, saved, cotangents, kept, x, x, sums, nll)
 
     # ---- one tick ---------------------------------------------------------------------------------------------------
@@ -173,19 +173,21 @@ class _Stage:
     def tick(self, carry: Carry, now: Now) -> tuple[Carry, None]:
         inputs = put(carry.inputs, carry.sent_on, now.arriving_input)
         cotangents = put(carry.cotangents, self.send(carry.d_x, -1), now.arriving_cotangent)
-        forward = lambda: self.forward(now.forward, now.forward_input, inputs)
-        y, kept = lax.cond(now.forward >= 0, forward, lambda: compat.zeros_like(forward))
-        saved = jax.tree.map(lambda held, x: put(held, x, now.forward_input), carry.saved, kept)
 
-        def backward(sums: Tree, nll: jax.Array) -> tuple[jax.Array, Tree, Tree, jax.Array]:
-            return self.backward(now, saved, cotangents, sums, nll)
+        def forward(state: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
+            y, saved = self.forward(now.forward, now.forward_input, inputs)
+            return y, put(state[1], saved, now.forward_input)
 
-        nothing = (self.nothing(), compat.zeros_like(lambda: backward(carry.sums, carry.nll)[1]))
-        state = (*nothing, carry.sums, carry.nll)
-        d_x, deferred, sums, nll = in_place_if(now.backward >= 0, lambda state: backward(*state[2:]), state)
-        kept = carry.kept
+        y, saved = in_place_if(now.forward >= 0, forward, (self.nothing(), carry.saved))
+
+        def backward(state: Any) -> tuple[jax.Array, Tree, Tree, jax.Array]:
+            _, kept, sums, nll = state
+            d_x, deferred, sums, nll = self.backward(now, saved, cotangents, sums, nll)
+            return d_x, put(kept, deferred, now.backward_kept), sums, nll
+
+        state = (self.nothing(), carry.kept, carry.sums, carry.nll)
+        d_x, kept, sums, nll = in_place_if(now.backward >= 0, backward, state)
         if self.defers:
-            kept = jax.tree.map(lambda held, x: put(held, x, now.backward_kept), kept, deferred)
             sums = in_place_if(now.weights >= 0, lambda sums: self.weights(now, kept, sums), sums)
         return Carry(inputs, saved, cotangents, kept, self.send(y, 1), d_x, sums, nll), None
 
@@ -224,7 +226,7 @@ class _Stage:
     ) -> tuple[jax.Array, Tree, Tree, jax.Array]:
         """The cotangent of the input of the item's chunk, what is left for later; the sums with gradients and loss."""
         local, work = self.local, self.work(now.backward)
-        kept, y = jax.tree.map(lambda held: get(held, now.backward_input), saved)
+        kept, y = get(saved, now.backward_input)
         outside = {name: total for name, total in sums.items() if name != "layers"}
 
         def head(state: tuple[jax.Array, Tree, jax.Array]) -> tuple[jax.Array, Tree, jax.Array]:
@@ -255,7 +257,7 @@ class _Stage:
         plan = self.local.plan
         shape = lambda p: jax.ShapeDtypeStruct(plan.local_shape(p.spec.shape, p.gathered)[1:], FP32)
         like = jax.tree.map(shape, plan.placements["layers"], is_leaf=is_placement)
-        kept = jax.tree.map(lambda held: get(held, now.weights_kept), kept)
+        kept = get(kept, now.weights_kept)
         model, layers = self.local.model, self.work(now.weights).layers
 
         def collect(kept: Tree, place: jax.Array) -> tuple[Tree, None]:

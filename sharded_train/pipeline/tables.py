@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sharded_train.params import Tree
 from sharded_train.pipeline.stages import Pipeline
 from sharded_train.schedules.table import NONE
 
@@ -48,16 +49,17 @@ def tables(pipe: Pipeline, stage: jax.Array | int) -> Now:
     return Now(*(lax.dynamic_index_in_dim(jnp.asarray(t), stage, 1, keepdims=False) for t in columns))
 
 
-def buffer(x: jax.Array, num: int) -> jax.Array:
-    """A buffer of `num` slots for such arrays, and one for what nobody reads."""
-    return jnp.broadcast_to(jnp.zeros_like(x), (num + 1, *x.shape))
+def buffer(entry: Tree, num: int) -> Tree:
+    """Zeros `[num + 1, ...]` for entries like this one: the last slot is for what nobody reads."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(jnp.zeros_like(x), (num + 1, *x.shape)), entry)
 
 
-def put(held: jax.Array, x: jax.Array, slot: jax.Array) -> jax.Array:
-    """Into its slot, or where nobody reads."""
-    return lax.dynamic_update_index_in_dim(held, x, jnp.where(slot < 0, held.shape[0] - 1, slot), 0)
+def put(held: Tree, entry: Tree, slot: jax.Array) -> Tree:
+    """The buffer with an entry in its slot, or where nobody reads."""
+    at = lambda buffer: jnp.where(slot < 0, buffer.shape[0] - 1, slot)
+    return jax.tree.map(lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, at(buffer), 0), held, entry)
 
 
-def get(held: jax.Array, slot: jax.Array) -> jax.Array:
-    """Out of its slot; where there is none, anything."""
-    return lax.dynamic_index_in_dim(held, jnp.maximum(slot, 0), 0, keepdims=False)
+def get(held: Tree, slot: jax.Array) -> Tree:
+    """The entry in a slot; where there is none, anything."""
+    return jax.tree.map(lambda buffer: lax.dynamic_index_in_dim(buffer, jnp.maximum(slot, 0), 0, False), held)
