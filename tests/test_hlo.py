@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sharded_train.rehearse import hlo
+from sharded_train.rehearse import hlo, hlo_walk
 from sharded_train.rehearse.hlo import Shape, shapes_in, split_attributes
 from sharded_train.rehearse.hlo_groups import groups_of, pairs_of, parse_groups
 from sharded_train.rehearse.hlo_walk import trip_count, walk
@@ -205,3 +205,44 @@ def test_attributes_split_where_nothing_is_open() -> None:
         Shape("pred"),
         Shape("bf16", (4,)),
     )
+
+
+ONCE = """HloModule once, is_scheduled=true
+
+%asked (now: (pred[], f32[8])) -> pred[] {
+  %now = (pred[], f32[8]{0}) parameter(0)
+  ROOT %there = pred[] get-tuple-element(%now), index=0
+}
+
+%work (held: (pred[], f32[8])) -> (pred[], f32[8]) {
+  %held = (pred[], f32[8]{0}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%held), index=1
+  %twice = f32[8]{0} add(%x, %x)
+  %no = pred[] constant(AGAIN)
+  %copied = pred[] copy(%no)
+  ROOT %made = (pred[], f32[8]{0}) tuple(%copied, %twice)
+}
+
+ENTRY %main (start: (pred[], f32[8])) -> (pred[], f32[8]) {
+  %start = (pred[], f32[8]{0}) parameter(0)
+  ROOT %loop = (pred[], f32[8]{0}) while(%start), condition=%asked, body=%work
+}
+"""
+
+
+def test_a_loop_of_one_turn_or_none_is_a_branch() -> None:
+    module = hlo.parse(ONCE.replace("AGAIN", "false"))
+    body, nothing = hlo_walk.branches_of(module, module.computations["main"].instructions["loop"]) or []
+    assert body is module.computations["work"]
+    assert nothing is None
+    (run,) = [run for run in hlo_walk.walk(module) if run.instruction.name == "twice"]
+    assert (run.times, run.loops, run.certain) == (1, (), False)
+    assert run.branches == (hlo_walk.Branch("loop", 0, 2),)
+
+
+def test_a_loop_that_goes_on_is_none() -> None:
+    module = hlo.parse(ONCE.replace("AGAIN", "true"))
+    assert hlo_walk.branches_of(module, module.computations["main"].instructions["loop"]) is None
+    (run,) = [run for run in hlo_walk.walk(module) if run.instruction.name == "twice"]
+    assert [loop.trips for loop in run.loops] == [None]
+    assert not run.branches

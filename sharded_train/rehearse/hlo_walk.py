@@ -20,7 +20,10 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """A branch of a conditional: number `index` of `count`. Which one runs is known only when it runs."""
+    """A branch of a conditional: number `index` of `count`. Which one runs is known only when it runs.
+
+    A loop of one turn or none is one of two branches, the other of which is nothing.
+    """
 
     conditional: str
     index: int
@@ -68,6 +71,24 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
     return _counted(module, computation, loop)
 
 
+def branches_of(module: Module, instruction: Instruction) -> list[Computation | None] | None:
+    """The branches of a conditional, or of a loop of one turn or none: its body, and nothing. None: it is neither."""
+    if instruction.opcode == "conditional":
+        return list(module.called(instruction))
+    if instruction.opcode != "while":
+        return None
+    condition, body = (module.computations[instruction.attributes[key].lstrip("%")] for key in ("condition", "body"))
+    asked, made = condition.instructions[condition.root], body.instructions[body.root]
+    if asked.opcode != "get-tuple-element" or condition.instructions[asked.operands[0]].opcode != "parameter":
+        return None
+    if made.opcode != "tuple":
+        return None
+    again = body.instructions[made.operands[int(asked.attributes["index"])]]
+    while again.opcode in ("copy", "bitcast"):
+        again = body.instructions[again.operands[0]]
+    return [body, None] if again.opcode == "constant" and again.literal == "false" else None
+
+
 def _nothing(module: Module) -> Instruction:
     """A stand-in for what calls the entry."""
     return Instruction(module.name, "call", (), (), "", "")
@@ -86,17 +107,15 @@ def _inside(module: Module, run: Run) -> list[Run]:
     opcode, called = run.instruction.opcode, run.instruction.called
     if not called:
         return []
+    if (branches := branches_of(module, run.instruction)) is not None:
+        name, count = run.instruction.name, len(branches)
+        return [
+            dataclasses.replace(run, computation=branch, branches=(*run.branches, Branch(name, i, count)))
+            for i, branch in enumerate(branches)
+            if branch is not None
+        ]
     if opcode == "while":
         return _inside_loop(module, run)
-    if opcode == "conditional":
-        return [
-            dataclasses.replace(
-                run,
-                computation=module.computations[name],
-                branches=(*run.branches, Branch(run.instruction.name, i, len(called))),
-            )
-            for i, name in enumerate(called)
-        ]
     if opcode == "call":
         return [dataclasses.replace(run, computation=module.computations[name]) for name in called]
     if opcode in ("async-start", "call-start"):

@@ -20,7 +20,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from sharded_train.pipeline import Pipeline
-from sharded_train.rehearse.hlo import Computation, Instruction, Module
+from sharded_train.rehearse.hlo import Computation, Module
+from sharded_train.rehearse.hlo_walk import branches_of
 from sharded_train.rehearse.products import work_of
 from sharded_train.rehearse.scopes import part_of, phase_of
 from sharded_train.schedules.table import NONE
@@ -147,15 +148,16 @@ def _conditionals(
 ) -> Iterator[tuple[str, Conditional]]:
     """Every conditional of a role that is known, by name. `within` is the pass it stands in, `looped` a loop there."""
     for instruction in computation:
-        if instruction.opcode == "conditional":
-            weights = [_weight(module, branch) for branch in module.called(instruction)]
+        if (branches := branches_of(module, instruction)) is not None:
+            weights = [_weight(module, branch) for branch in branches]
             busy = weights.index(max(weights))
-            role = _role(module, instruction, busy, within, looped)
+            role = _role(module, branches[busy], within, looped)
             if role is not None:
-                yield instruction.name, Conditional(role, busy, len(weights))
+                yield instruction.name, Conditional(role, busy, len(branches))
             inside = role if role in PASSES else within
-            for branch in module.called(instruction):
-                yield from _conditionals(module, branch, inside, False if inside != within else looped)
+            for branch in branches:
+                if branch is not None:
+                    yield from _conditionals(module, branch, inside, False if inside != within else looped)
         elif instruction.opcode == "while":
             body = module.computations[instruction.attributes["body"].lstrip("%")]
             yield from _conditionals(module, body, within, within is not None)
@@ -164,9 +166,9 @@ def _conditionals(
                 yield from _conditionals(module, called, within, looped)
 
 
-def _role(module: Module, conditional: Instruction, busy: int, within: Role | None, looped: bool) -> Role | None:
+def _role(module: Module, busy: Computation | None, within: Role | None, looped: bool) -> Role | None:
     """What a conditional decides, told by the products of its busy branch and where it stands."""
-    scopes = set(_scopes(module, module.called(conditional)[busy]))
+    scopes = set(_scopes(module, busy)) if busy is not None else set()
     parts = {part_of(scope) for scope in scopes} - {"step"}
     backward = any(phase_of(scope) == "backward" and part_of(scope) != "head" for scope in scopes)
     if within is None:
@@ -190,9 +192,11 @@ def _scopes(module: Module, computation: Computation) -> Iterator[str]:
             yield from (product.scope for product in work_of(module, computation, instruction).products)
 
 
-def _weight(module: Module, computation: Computation) -> tuple[int, int]:
+def _weight(module: Module, computation: Computation | None) -> tuple[int, int]:
     """How much a branch holds: FLOPs of its products, and instructions, all that it calls once."""
     flops = instructions = 0
+    if computation is None:
+        return flops, instructions
     for instruction in computation:
         instructions += 1
         if instruction.opcode in ("while", "conditional", "call"):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from sharded_train.devices import MICROSECOND, Device
 from sharded_train.rehearse.costs import Cost, cost_of, seconds_on_links
 from sharded_train.rehearse.hlo import Computation, Instruction, Module
-from sharded_train.rehearse.hlo_walk import trip_count
+from sharded_train.rehearse.hlo_walk import branches_of, trip_count
 from sharded_train.rehearse.pace import Conditional, Doing, Pace
 from sharded_train.rehearse.scopes import words_of
 from sharded_train.rehearse.streams_state import COMPUTE, Event, Key, LoopRun, Result, State, repeat, wait
@@ -50,6 +50,7 @@ class Streams:
         self.collectives = {(each.computation, each.name): each for each in collectives}
         self.costs: dict[tuple[str, str], Cost] = {}
         self._steps: dict[str, list[Instruction]] = {}
+        self._branches: dict[str, list[Computation | None] | None] = {}
         self._notes: dict[str, None] = {}
         self._doing: Doing | None = None  # of the stage that is followed, in a tick of a pipeline
         self._layer_there = True
@@ -80,10 +81,10 @@ class Streams:
                     )
             elif instruction.name in pending:
                 wait(state, *pending.pop(instruction.name))
+            elif branches := self._branches_of(instruction):
+                state = self._conditional(state, instruction, branches, level)
             elif opcode == "while":
                 state = self._loop(state, computation, instruction, level)
-            elif opcode == "conditional":
-                state = self._conditional(state, instruction, level)
             elif opcode in ("call", "async-start", "call-start"):
                 for called in self.module.called(instruction)[:1]:
                     state = self._computation(state, called, level)
@@ -138,16 +139,23 @@ class Streams:
 
     # ---- conditionals and loops -----------------------------------------------------------------------------------
 
-    def _conditional(self, state: State, conditional: Instruction, level: int) -> State:
+    def _branches_of(self, instruction: Instruction) -> list[Computation | None] | None:
+        if instruction.name not in self._branches:
+            self._branches[instruction.name] = branches_of(self.module, instruction)
+        return self._branches[instruction.name]
+
+    def _conditional(
+        self, state: State, conditional: Instruction, branches: Sequence[Computation | None], level: int
+    ) -> State:
         """The branch that the stage takes that is followed; where that is not known, the slowest."""
-        branches = self.module.called(conditional)
+        take = lambda state, branch: state if branch is None else self._computation(state, branch, level)
         known = self._known(conditional)
         if known is not None and self._doing is not None:
             busy = self._doing.takes(known.role, self._layer_there)
             # A conditional with two branches, or more of which all but one are idle.
             index = known.busy if busy else next(i for i in range(known.count) if i != known.busy)
-            return self._computation(state, branches[index], level)
-        states = [self._computation(state.copy(), each, level) for each in branches]
+            return take(state, branches[index])  # type: ignore[no-any-return]
+        states = [take(state.copy(), branch) for branch in branches]
         ends = [each.now for each in states]
         if max(ends) - min(ends) > MICROSECOND:
             self._notes[_SLOWEST] = None
@@ -183,7 +191,7 @@ class Streams:
             for stages, ticks in itertools.groupby(self.pace.ticks):
                 yield len(list(ticks)), functools.partial(self._tick, body=body, level=level, stages=stages)
             return
-        known = [self._known(each) for each in body if each.opcode == "conditional"]
+        known = [self._known(each) for each in body]
         role = next((each.role for each in known if each is not None and each.role.startswith("layer")), None)
         if role is None or self._doing is None:
             yield trips, plain
@@ -193,7 +201,7 @@ class Streams:
             yield count, functools.partial(self._layer, body=body, level=level, there=is_there)
 
     def _is_tick(self, body: Computation, trips: int) -> bool:
-        known = [self._known(each) for each in body if each.opcode == "conditional"]
+        known = [self._known(each) for each in body]
         roles = {each.role for each in known if each is not None}
         return self.pace is not None and {"forward", "backward"} <= roles and trips == len(self.pace.ticks)
 
