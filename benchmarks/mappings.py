@@ -17,7 +17,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -84,30 +83,20 @@ def measured(name: str, compiled: Compiled, hosts: np.ndarray) -> Placed:
     recipe, cluster = compiled.recipe, compiled.cluster
     places = Places(dict(zip(compiled.program.mesh.axis_names, hosts.shape, strict=True)), hosts)
     module = hlo.parse(compiled.text)
-    found, unknown = collectives(module, places)
+    pace = pace_of(compiled.program.pipe, module)
+    found, unknown = collectives(module, places, pace)
     assert not unknown, unknown
     found = [dataclasses.replace(each, per_host=fewest_on_a_host(each, places)) for each in found]
     model = flops_of_step(compiled.program.specs, recipe.train.global_batch_size, recipe.train.sequence_length)
-    pace = pace_of(compiled.program.pipe, module)
-    shares = {} if pace is None else pace.shares()
     time = timeline.describe(module, cluster, found, model, "bf16", pace)
     return Placed(
         name,
         {"+".join(each.axes): each.link for each in found if each.link != "none"},
-        sum(over_nvlink(each) * times_of(each, shares) for each in found),
-        sum(over_network(each) * times_of(each, shares) for each in found),
+        float(sum(over_nvlink(each) * each.times for each in found)),
+        float(sum(over_network(each) * each.times for each in found)),
         exposed_seconds(time),
         time["step_seconds"],
     )
-
-
-def times_of(collective: Collective, shares: Mapping[tuple[str, int], Fraction]) -> float:
-    """How often the mean device runs it in a step: its branches count as often as they are taken."""
-    times = Fraction(collective.times)
-    for branch in collective.branches:  # "conditional.3, branch 1 of 2"
-        name, _, place = branch.partition(", branch ")
-        times *= shares.get((name, int(place.partition(" ")[0]) - 1), Fraction(1))
-    return float(times)
 
 
 def fewest_on_a_host(collective: Collective, places: Places) -> int:

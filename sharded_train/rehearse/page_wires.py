@@ -10,6 +10,7 @@ from sharded_train.rehearse.page_parts import heading, link_title, paragraph, ta
 from sharded_train.rehearse.page_style import colour_of_axes
 from sharded_train.rehearse.timeline import seconds_in_words
 from sharded_train.rehearse.wires_tables import CONVENTION, arrays_in_words, once_each, spans_in_words
+from sharded_train.rehearse.wires_totals import number_in_words
 from sharded_train.show_tables import bytes_in_words
 
 ROWS = 14  # collectives in the table at first, alike ones being one; the others unfold
@@ -102,7 +103,7 @@ def _rows(found: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
             first["op"],
             first["place"],
             arrays_in_words(first),
-            f"{sum(each['times'] for each in those):,}",
+            number_in_words(sum(each["times"] for each in those)),
             once_each(those),
             bytes_in_words(round(sum(map(_sent, those)))),
             spans_in_words(those),

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any
 
 from jax.sharding import Mesh
@@ -24,9 +25,19 @@ from sharded_train.rehearse.hlo import Computation, Instruction, Module, Shape, 
 from sharded_train.rehearse.hlo_groups import pairs_of, parse_groups
 from sharded_train.rehearse.hlo_walk import Run, walk
 from sharded_train.rehearse.origins import Origins
+from sharded_train.rehearse.pace import Pace
 from sharded_train.rehearse.wires_places import Groups, Link, Places, place_groups, place_pairs
-from sharded_train.rehearse.wires_totals import totals, warnings
-from sharded_train.rehearse.wires_where import Spans, argument_of, name_loops, scope_near, turn_of, words_of
+from sharded_train.rehearse.wires_totals import as_number, totals, warnings
+from sharded_train.rehearse.wires_where import (
+    Shares,
+    Spans,
+    argument_of,
+    mean_times,
+    name_loops,
+    scope_near,
+    turn_of,
+    words_of,
+)
 
 # Bytes on the wire of each device over those of the whole buffer, for a group of n.
 FACTORS: Mapping[str, Callable[[int], float]] = {
@@ -65,12 +76,13 @@ class Member:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of the program, `times` a step.
+    """One collective of the program, `times` a step; in a pipeline so often on the mean device.
 
-    `axes` are those of the mesh that differ within a group; `per_host` is how many of a group one host has at most.
-    `loops` are (what one turn is, turns) from the outside in, turns None where unknown (counted as one); `branches` the
-    conditionals that it stands in, in words. `done` is the instruction of `computation` that waits for it, its own name
-    where that is itself. `place` says in words where in the model it comes from, `note` what is odd about it.
+    `certain` says that this is so whatever numbers the program works on, and not a bound or a guess. `axes` are those
+    of the mesh that differ within a group; `per_host` is how many of a group one host has at most. `loops` are (what
+    one turn is, turns) from the outside in, turns None where unknown (counted as one); `branches` the conditionals that
+    it stands in, in words. `done` is the instruction of `computation` that waits for it, its own name where that is
+    itself. `place` says in words where in the model it comes from, `note` what is odd about it.
     """
 
     name: str
@@ -81,7 +93,8 @@ class Collective:
     num_groups: int
     per_host: int
     members: tuple[Member, ...]
-    times: int
+    times: int | Fraction
+    certain: bool
     loops: tuple[tuple[str, int | None], ...]
     branches: tuple[str, ...]
     computation: str
@@ -108,11 +121,6 @@ class Collective:
         """Bytes that each device sends in one run."""
         return self.payload_bytes * FACTORS[self.op](self.group_size)
 
-    @property
-    def certain(self) -> bool:
-        """Whether `times` is what the program does, whatever the numbers it works on."""
-        return not self.branches and all(turns is not None for _, turns in self.loops)
-
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
@@ -126,10 +134,13 @@ class Unknown:
     scope: str
 
 
-def describe(module: Module, mesh: Mesh) -> dict[str, Any]:
-    """The section as JSON values, bytes being those of one device; `mesh` is the one that was compiled for."""
+def describe(module: Module, mesh: Mesh, pace: Pace | None = None) -> dict[str, Any]:
+    """The section as JSON values, bytes being those of one device; `mesh` is the one that was compiled for.
+
+    With the pace of a pipeline they are the mean device's, what stages pass over counting as often as they do it.
+    """
     places = Places.of(mesh)
-    found, unknown = collectives(module, places)
+    found, unknown = collectives(module, places, pace)
     return {
         "mesh": dict(places.sizes),
         "collectives": [_facts(collective) for collective in found],
@@ -139,8 +150,10 @@ def describe(module: Module, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def collectives(module: Module, places: Places) -> tuple[list[Collective], list[Unknown]]:
+def collectives(module: Module, places: Places, pace: Pace | None = None) -> tuple[list[Collective], list[Unknown]]:
     """All collectives that run, in schedule order, and what may be one and is not understood.
+
+    Without the pace of a pipeline each branch counts as though it was always taken.
 
     Raises:
         ValueError: if the program is not one for the devices of the mesh.
@@ -148,7 +161,7 @@ def collectives(module: Module, places: Places) -> tuple[list[Collective], list[
     if module.num_devices != places.num_devices:
         raise ValueError(f"the program is for {module.num_devices} devices, the mesh has {places.num_devices}")
     runs = list(walk(module))
-    reader = _Reader(module, places, name_loops(runs), Origins(module))
+    reader = _Reader(module, places, name_loops(runs, pace), Origins(module), {} if pace is None else pace.shares())
     found: list[Collective] = []
     unknown: list[Unknown] = []
     for run in runs:
@@ -163,8 +176,9 @@ def collectives(module: Module, places: Places) -> tuple[list[Collective], list[
 class _Reader:
     """Reads the collectives of one module; what many of them share is worked out once."""
 
-    def __init__(self, module: Module, places: Places, turns: dict[str, str], origins: Origins) -> None:
+    def __init__(self, module: Module, places: Places, turns: dict[str, str], origins: Origins, shares: Shares) -> None:
         self._module, self._places, self._turns, self._origins = module, places, turns, origins
+        self._shares = shares
         self._spans = Spans(module)
         self._groups: dict[str, Groups] = {}
 
@@ -186,6 +200,7 @@ class _Reader:
         members = self._members(computation, instruction, inner, done)
         parameters = [member.parameter for member in members if member.parameter]
         gradients = op == "reduce-scatter" and {"data", "sequence", "replica"}.issuperset(groups.axes)
+        times, certain = mean_times(run, self._shares)
         scope, source = inner.scope or scope_near(computation, instruction), inner.source or instruction.source
         return Collective(
             name=instruction.name,
@@ -196,7 +211,8 @@ class _Reader:
             num_groups=groups.count,
             per_host=groups.per_host,
             members=members,
-            times=run.times,
+            times=times,
+            certain=certain,
             loops=tuple((turn_of(loop, self._turns), loop.trips) for loop in run.loops),
             branches=tuple(f"{b.conditional}, branch {b.index + 1} of {b.count}" for b in run.branches),
             computation=computation.name,
@@ -287,25 +303,16 @@ def _unknown(run: Run, error: Exception) -> Unknown:
 
 
 def _facts(collective: Collective) -> dict[str, Any]:
+    kept = {key: value for key, value in vars(collective).items() if key not in ("computation", "done")}
     return {
-        "name": collective.name,
-        "op": collective.op,
+        **kept,
         "axes": list(collective.axes),
-        "link": collective.link,
-        "group_size": collective.group_size,
-        "num_groups": collective.num_groups,
         "dtype": collective.dtype,
         "members": [str(member) for member in collective.members],
         "payload_bytes": collective.payload_bytes,
         "wire_bytes": collective.wire_bytes,
-        "times": collective.times,
+        "times": as_number(collective.times),
         "loops": [{"turn": turn, "turns": turns} for turn, turns in collective.loops],
         "branches": list(collective.branches),
-        "certain": collective.certain,
-        "asynchronous": collective.asynchronous,
         "spans": list(collective.spans),
-        "place": collective.place,
-        "scope": collective.scope,
-        "source": collective.source,
-        "note": collective.note,
     }

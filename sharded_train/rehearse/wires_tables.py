@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from sharded_train.rehearse.wires_totals import axes_in_words
+from sharded_train.rehearse.wires_totals import axes_in_words, number_in_words
 from sharded_train.show_tables import bytes_in_words, new_table
 
 ROWS = 24  # of collectives; the smallest beyond that share a row
@@ -43,7 +43,7 @@ def _totals(totals: Sequence[Mapping[str, Any]]) -> Table:
             row["link"],
             row["op"],
             row["dtype"],
-            f"{row['runs']:,}",
+            number_in_words(row["runs"]),
             f"{'' if row['certain'] else 'at most '}{bytes_in_words(round(row['wire_bytes']))}",
             percent(row["spanning_bytes"], row["wire_bytes"]),
         )
@@ -67,8 +67,9 @@ def _collectives(found: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
             table.add_row(*_row(those))
         yield table
     if rest := [each for those in kinds[ROWS:] for each in those]:
+        runs = number_in_words(sum(each["times"] for each in rest))
         sent = bytes_in_words(round(sum(map(_sent, rest))))
-        yield f"And {len(rest)} smaller ones, {sum(each['times'] for each in rest):,} runs, together {sent}."
+        yield f"And {len(rest)} smaller ones, {runs} runs, together {sent}."
 
 
 def _kinds(found: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
@@ -80,10 +81,10 @@ def _kinds(found: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
 
 
 def _row(those: Sequence[Mapping[str, Any]]) -> Sequence[str]:
-    first, total = those[0], f"{sum(each['times'] for each in those):,}"
+    first, total = those[0], number_in_words(sum(each["times"] for each in those))
     return (
         first["op"],
-        first["place"] + (", in a branch" if first["branches"] else ""),
+        first["place"] + (", in a branch" if first["branches"] and not first["certain"] else ""),
         arrays_in_words(first),
         total,
         once_each(those),

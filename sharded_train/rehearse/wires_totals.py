@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from sharded_train.show_tables import bytes_in_words
@@ -29,6 +30,8 @@ def totals(found: Iterable[Collective]) -> list[dict[str, Any]]:
             row["wire_bytes"] += share * each.wire_bytes * each.times
             row["spanning_bytes"] += share * each.wire_bytes * each.times * bool(each.spans)
             row["certain"] &= each.certain
+    for row in rows.values():
+        row["runs"] = as_number(row["runs"])
     return sorted(rows.values(), key=lambda row: (row["link"], row["axes"], -row["wire_bytes"]))
 
 
@@ -62,6 +65,16 @@ def _about(
     return [words(those) for those in kinds.values() if sum(map(_bytes, those)) >= MUCH]
 
 
+def as_number(times: int | Fraction) -> int | float:
+    """For JSON: how often, which on the mean device need not be whole."""
+    return int(times) if times == int(times) else float(times)
+
+
+def number_in_words(times: float | Fraction) -> str:
+    """12 -> "12", 1234.56 -> "1,234.6"."""
+    return f"{float(times):,.1f}".removesuffix(".0")
+
+
 def _bytes(each: Collective) -> float:
     return each.wire_bytes * each.times
 
@@ -80,7 +93,7 @@ def _gathers_fp32(each: Collective) -> bool:
 def _sum(those: Sequence[Collective]) -> str:
     first = those[0]
     runs, total = sum(each.times for each in those), bytes_in_words(round(sum(map(_bytes, those))))
-    return f"{first.op} over {axes_in_words(first.axes)}: {runs:,} runs a step, {total} from each device"
+    return f"{first.op} over {axes_in_words(first.axes)}: {number_in_words(runs)} runs a step, {total} from each device"
 
 
 def _often(those: Sequence[Collective]) -> str:

@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 
 from sharded_train.rehearse import scopes
 from sharded_train.rehearse.hlo import Computation, Instruction, Module
 from sharded_train.rehearse.hlo_walk import Loop, Run
 from sharded_train.rehearse.origins import Origins
+from sharded_train.rehearse.pace import Pace
 from sharded_train.rehearse.products import work_of
 
 CONTROL = ("while", "conditional", "call", "async-start", "call-start")
 # What one turn of a loop is, by the name that stands before "while" in the scopes of what is in it.
-TURNS = {"shard_map": "microbatch", "layers": "layer", "head": "chunk of tokens", "pipeline": "tick", "ticks": "tick"}
+TURNS = {"shard_map": "microbatch", "layers": "layer", "head": "chunk of tokens"}
 
 
-def name_loops(runs: Iterable[Run]) -> dict[str, str]:
+Shares = Mapping[tuple[str, int], Fraction]  # how often a branch is taken, by its conditional's name and its number
+
+
+def name_loops(runs: Iterable[Run], pace: Pace | None = None) -> dict[str, str]:
     """What one turn of each loop is ("layer"), by the loop's name: most of its instructions' scopes decide.
 
-    The loop at depth d is the d-th "while" of the scope of whatever stands in it; XLA drops the scope of a loop that it
-    has changed, hence not from the loop's own. "turn" where the scopes tell nothing.
+    The loop at depth d, those of one turn or none counted, is the d-th "while" of the scope of whatever stands in it;
+    XLA drops the scope of a loop that it has changed, hence not from the loop's own. "turn" where the scopes tell
+    nothing. A pipeline's ticks are what its passes stand in.
     """
     votes: dict[str, Counter[str]] = defaultdict(Counter)
+    depths: dict[str, int] = {}
+    passes = {name for name, each in pace.conditionals.items() if each.role == "forward"} if pace else set()
+    ticks = set()
     for run in runs:
-        if run.loops and (turn := _turn(run.instruction.scope, len(run.loops))):
+        if run.instruction.opcode == "while":
+            depths[run.instruction.name] = (
+                1 + len(run.loops) + sum(branch.conditional in depths for branch in run.branches)
+            )
+        if run.instruction.name in passes and run.loops:
+            ticks.add(run.loops[-1].name)
+        if run.loops and (turn := _turn(run.instruction.scope, depths[run.loops[-1].name])):
             votes[run.loops[-1].name][turn] += 1
-    return {name: counter.most_common(1)[0][0] for name, counter in votes.items()}
+    return {name: counter.most_common(1)[0][0] for name, counter in votes.items()} | dict.fromkeys(ticks, "tick")
+
+
+def mean_times(run: Run, shares: Shares) -> tuple[int | Fraction, bool]:
+    """How often the mean device does it in a step, each branch without a share counting as always taken; is it sure?"""
+    keys = [(branch.conditional, branch.index) for branch in run.branches]
+    times = run.times * math.prod((shares.get(key, Fraction(1)) for key in keys), start=Fraction(1))
+    certain = all(key in shares for key in keys) and all(loop.trips is not None for loop in run.loops)
+    return (int(times) if times.denominator == 1 else times), certain
 
 
 def _turn(scope: str, depth: int) -> str:
