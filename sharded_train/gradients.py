@@ -99,7 +99,9 @@ class _Passes:
         )
         plain = held._replace(layers=dataclasses.replace(held.layers, last_alone=False))
         middle, sums = self._many(plain, sums, _at(microbatches, slice(1, m - 1)), settle=False)
-        last, _, grads = self._one(held, grads, _at(microbatches, m - 1), settle=True, before=sums)
+        # Else the last pass could go forward before the others are done, two passes' activations being there at once.
+        microbatch, _ = lax.optimization_barrier((_at(microbatches, m - 1), middle))
+        last, _, grads = self._one(held, grads, microbatch, settle=True, before=sums)
         return first + middle + last, grads
 
     def _many(self, held: Held, sums: Tree, microbatches: Microbatch, *, settle: bool) -> tuple[jax.Array, Tree]:
@@ -183,6 +185,7 @@ class _Passes:
         return plan.settle(grads, of_these(self.shards), of_these(plan.placements))
 
 
+@jax.named_scope("gradient_sums")
 def settled_zeros(plan: Plan, placements: Tree) -> Tree:
     """Sums of gradients where the shards lie."""
     of = lambda p: plan.zeros(p.spec.shape, p.stored, FP32)
@@ -199,11 +202,13 @@ def _at(microbatches: Microbatch, where: int | slice) -> Microbatch:
     return jax.tree.map(lambda a: a[where], microbatches)  # type: ignore[no-any-return]
 
 
+@jax.named_scope("gradient_sums")
 def float32(tree: Tree) -> Tree:
     """Every leaf in fp32."""
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
+@jax.named_scope("gradient_sums")
 def add(sums: Tree, tree: Tree) -> Tree:
     """fp32 sums with a tree of any dtype added."""
     return jax.tree.map(lambda s, x: s + x.astype(jnp.float32), sums, tree)

@@ -74,10 +74,12 @@ class Plan:
     def stored(self) -> Tree:
         return jax.tree.map(lambda p: p.stored, self.placements, is_leaf=is_placement)
 
+    @jax.named_scope("gather_weights")
     def gather(self, shards: Tree, names: Tree, dtype: jnp.dtype) -> Tree:
         """Stored fp32 shards -> weights whole over `data`, in the compute dtype. `names` is the matching subtree."""
         return jax.tree.map(lambda p, w: collect(w.astype(dtype), p, self.axes), names, shards, is_leaf=is_placement)
 
+    @jax.named_scope("reduce_gradients")
     def settle(self, grads: Tree, shards: Tree, names: Tree) -> Tree:
         """Local gradients of gathered weights -> fp32 gradients in the stored placement, summed over the mesh.
 

@@ -63,8 +63,9 @@ def test_layers_keep_no_gathered_weights_under_any_policy(recipe: Literal["fp32"
         num_bytes.append(sum(k.size * k.dtype.itemsize for k in kept))
         if remat == "full":
             assert [k.shape for k in kept] == [(2, 8, 44)]  # its input alone
-        if remat == "selective":  # that, and: after attention, q, k, v, attention, gate and up, of this device's heads
-            mine = [(2, 8, 44), (2, 8, 44), (32, 44), (32, 22), (32, 22), (2, 16, 2, 22)]
+        if remat == "selective":  # that, and: after attention, q, k, v, gate and up, of this device's heads; and of
+            attention = [(2, 1, 2, 16, 22), (2, 1, 2, 16)]  # attention its output and logsumexp
+            mine = [(2, 8, 44), (2, 8, 44), (32, 44), (32, 22), (32, 22), *attention]
             assert sorted(k.shape for k in kept) == sorted([*mine, (32, 44), (32, 44)])
     assert num_bytes[0] > num_bytes[1] > num_bytes[2]
 

@@ -14,13 +14,13 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from sharded_train.collectives import TensorParallel, axis_index, axis_size
-from sharded_train.models.stack import SAVED
 from sharded_train.ops import rope
 from sharded_train.ops.attention import attention
 from sharded_train.ops.dropout import dropout
 from sharded_train.ops.embedding import lookup, own_rows
 from sharded_train.ops.linear import Deferred, deferred_gradient, linear
 from sharded_train.ops.norm import layer_norm, rms_norm
+from sharded_train.ops.saved import SAVED
 from sharded_train.params import ParamSpec, Tree, normal, ones, zeros
 
 
@@ -168,7 +168,7 @@ def block(
     with jax.named_scope("attention"):
         w = weights["attention"]
         q, k, v = projections(config, tp.enter(norm(config, x, w["norm"])), w, ctx.rope)
-        a = checkpoint_name(attention(q, k, v, ctx.segments, implementation), SAVED)
+        a = attention(q, k, v, ctx.segments, implementation)
         x = x + _dropped(config, attention_out(config, a, w, tp), ctx, 2 * layer + 1)
         x = checkpoint_name(x, SAVED)
     with jax.named_scope("mlp"):

@@ -21,6 +21,7 @@ from jax import lax
 
 from sharded_train import compat
 from sharded_train.in_place import in_place_if
+from sharded_train.ops.saved import SAVED
 from sharded_train.params import Tree
 
 Remat = Literal["none", "selective", "full"]
@@ -29,8 +30,6 @@ Collect = Callable[
     [Tree, jax.Array], tuple[Tree, Tree]
 ]  # (gradients of a layer, its place) -> what is summed, and kept
 Saved = tuple[list[jax.Array], list[jax.Array] | None]  # of layers [layers, ...]; of the last one, if it is by itself
-
-SAVED = "saved"  # the name that blocks give to values which the selective policy keeps
 
 
 def rematerialized(block: Block, remat: Remat) -> Block:
@@ -202,11 +201,29 @@ def _upwards(
         return carry, (saved, None), None
     if source.ahead and first is None:
         first = source.at(0)
-    (carry, weights), below = lax.scan(step, (carry, first), jnp.arange(top))
+    of_one = compat.zeros_like(lambda: visit(carry, source.at(0), jnp.int32(0))[1])
+    below = jax.tree.map(lambda x: _zeros_after(carry, (top, *x.shape), x), of_one)
+
+    def step_into(state: Any, layer: jax.Array) -> tuple[Any, None]:
+        state, below = state
+        state, saved = step(state, layer)
+        return (state, jax.tree.map(lambda b, x: lax.dynamic_update_index_in_dim(b, x, layer, 0), below, saved)), None
+
+    ((carry, weights), below), _ = lax.scan(step_into, ((carry, first), below), jnp.arange(top))
     if not source.ahead:
         weights = source.at(top)
     carry, saved = visit(carry, weights, jnp.int32(top))
     return carry, (below, saved), weights
+
+
+def _zeros_after(others: Tree, shape: tuple[int, ...], like: jax.Array) -> jax.Array:
+    """Zeros that are made when the others are there.
+
+    The buffers of a scan are zeros that depend on nothing: XLA makes them once for the first and the last pass of a
+    step, and so keeps them through all the passes between.
+    """
+    zero = compat.vary(jnp.zeros((), like.dtype), compat.varying_axes(like))
+    return jnp.broadcast_to(lax.optimization_barrier((zero, others))[0], shape)
 
 
 def _downwards(
@@ -243,6 +260,7 @@ def _vjp(block: Block, x: jax.Array, weights: Tree, context: Any, layer: jax.Arr
     return jax.vjp(lambda x, w: block(x, w, context, layer), x, weights)  # type: ignore[no-any-return]
 
 
+@jax.named_scope("gradient_sums")
 def add_at(sums: Tree, tree: Tree, layer: jax.Array) -> Tree:
     """`sums [layers, ...]` with a layer's `tree` added, which may lack some of the leaves."""
     if isinstance(tree, dict):

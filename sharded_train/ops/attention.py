@@ -8,8 +8,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from sharded_train.ops.dot import dot
+from sharded_train.ops.saved import SAVED
 
 Implementation = Literal["auto", "xla", "cudnn"]
 CUDNN_MAX_HEAD_DIM = 128  # on every GPU from Ampere on
@@ -35,7 +37,7 @@ def attention(
     """
     if implementation == "cudnn":
         mask = within_documents(segments, segments)[:, None]
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn")
+        return checkpoint_name(jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn"), SAVED)
     out = _tiled(*_heads_first(q, k, v), segments)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
@@ -83,7 +85,7 @@ def _tiled_forward(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array
         _forward(q[..., rows, :], k[..., keys, :], v[..., keys, :], _visible(segments, rows, keys))
         for rows, keys in _tiles(q.shape[3])
     ]
-    out, lse = (jnp.concatenate(part, axis=3) for part in zip(*parts, strict=True))
+    out, lse = (checkpoint_name(jnp.concatenate(part, axis=3), SAVED) for part in zip(*parts, strict=True))
     return out, (q, k, v, segments, out, lse)
 
 
