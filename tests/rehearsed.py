@@ -46,10 +46,10 @@ def tiny_compiled(stage: int) -> Compiled:
 
 
 @functools.cache
-def pipeline() -> Compiled:
-    """PIPELINE compiled for h100:2x2."""
+def pipeline(schedule: str = "1f1b") -> Compiled:
+    """PIPELINE compiled for h100:2x2, under a schedule of one chunk a stage."""
     _check()
-    return compile_for(recipe.from_dict(PIPELINE), CLUSTER)
+    return compile_for(recipe.from_dict({**PIPELINE, "pipeline": {"schedule": schedule, "num_chunks": 1}}), CLUSTER)
 
 
 def _check() -> None:

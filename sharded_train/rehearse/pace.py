@@ -1,17 +1,18 @@
 """Which branch of which conditional a pipeline's stages take, tick by tick, as the schedule's table has it.
 
 One program runs on all stages, and a stage that has nothing to do takes an idle branch (see `pipeline.executor`). What
-the text of the program cannot tell, its schedule does: with it FLOPs are those of the mean device, and a tick lasts
-as long as its busiest stage, for which the others wait when they send.
+the text of the program cannot tell, its schedule does: with it FLOPs are those of the mean device, and the step lasts
+as long as the stages that it waits for, each of which begins a tick when it and its neighbours have ended the last.
 
-Conditionals are known by what their branches hold: those of the passes stand in the loop over ticks (that of the
-weights' gradients, where they are left for later, has products of no named part); the head and the embedding in a
-branch of these; a layer that a shorter chunk does not have in the loop over a chunk's layers.
+Conditionals, loops of one turn or none among them, are known by what their branches hold: those of the passes stand in
+the loop over ticks; the head and the embedding in a branch of these; a layer that a shorter chunk does not have in the
+loop over a chunk's layers.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -74,18 +75,34 @@ class Conditional:
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """What the stages do in each tick, how many of them the same, and the program's conditionals by name."""
+    """What every stage does in each tick, and the program's conditionals by name.
 
-    ticks: tuple[Counter[Doing], ...]
+    In a `ring` the last stage and the first are neighbours.
+    """
+
+    ticks: tuple[tuple[Doing, ...], ...]  # [tick][stage]
     conditionals: Mapping[str, Conditional]
+    ring: bool = False
 
-    @property
-    def num_stages(self) -> int:
-        return self.ticks[0].total()
+    def critical(self, seconds: Mapping[Doing, float]) -> list[Doing]:
+        """For each tick what the stage does that the end of the step waits for, directly or through its neighbours."""
+        stages = np.arange(len(self.ticks[0]))
+        beside = np.stack([stages, stages - 1, stages + 1]) % len(stages)  # ties: the stage itself
+        if not self.ring:
+            beside[1, 0], beside[2, -1] = 0, stages[-1]
+        ends, came_from, found = np.zeros(len(stages)), [], []
+        for doings in self.ticks:
+            came_from.append(beside[ends[beside].argmax(0), stages])
+            ends = ends[came_from[-1]] + np.array([seconds[doing] for doing in doings])
+        stage = int(ends.argmax())
+        for doings, before in zip(reversed(self.ticks), reversed(came_from), strict=True):
+            found.append(doings[stage])
+            stage = int(before[stage])
+        return found[::-1]
 
     def shares(self) -> dict[tuple[str, int], Fraction]:
         """Of each conditional's branches how often the mean stage takes it, whenever it comes to the conditional."""
-        all_of = sum(self.ticks, Counter[Doing]())
+        all_of = Counter(itertools.chain.from_iterable(self.ticks))
         shares = {}
         for name, conditional in self.conditionals.items():
             share = _share(conditional.role, all_of)
@@ -102,10 +119,10 @@ def pace_of(pipe: Pipeline | None, module: Module) -> Pace | None:
     passes = PASSES[:2] if pipe.schedule.weights is None else PASSES
     if not set(passes) <= {each.role for each in conditionals.values()}:
         return None
-    return Pace(tuple(_ticks(pipe)), conditionals)
+    return Pace(tuple(_ticks(pipe)), conditionals, ring=pipe.num_chunks > 1)
 
 
-def _ticks(pipe: Pipeline) -> Iterator[Counter[Doing]]:
+def _ticks(pipe: Pipeline) -> Iterator[tuple[Doing, ...]]:
     schedule, counts = pipe.schedule, pipe.split.layers
     first, last = schedule.is_first, schedule.is_last
     flags = first(schedule.forward), last(schedule.backward), first(schedule.backward)
@@ -117,7 +134,7 @@ def _ticks(pipe: Pipeline) -> Iterator[Counter[Doing]]:
     ]
     layers = lambda n: None if n == NONE else int(n)
     for tick in range(schedule.num_ticks):
-        yield Counter(
+        yield tuple(
             Doing(
                 layers(passes[0][tick, stage]),
                 layers(passes[1][tick, stage]),
@@ -172,7 +189,7 @@ def _role(module: Module, busy: Computation | None, within: Role | None, looped:
     parts = {part_of(scope) for scope in scopes} - {"step"}
     backward = any(phase_of(scope) == "backward" and part_of(scope) != "head" for scope in scopes)
     if within is None:
-        if not parts:
+        if not parts or all(phase_of(scope) == "weights later" for scope in scopes):
             return "weights" if scopes else None
         return "backward" if backward else "forward"
     if looped:

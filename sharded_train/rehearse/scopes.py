@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-Phase = Literal["forward", "backward", "recomputed"]
+Phase = Literal["forward", "backward", "recomputed", "weights later"]
 PARTS = ("scores", "attention", "mlp", "moe", "router", "head", "embed", "layers")  # the innermost that is named counts
 _WITHIN = re.compile(r"(?:[\w.]+\()*([^()]*)\)*")
 
@@ -16,7 +16,9 @@ def names_of(scope: str) -> tuple[str, ...]:
 
 
 def phase_of(scope: str) -> Phase:
-    """Forward, backward, or computed again for the backward pass by jax.checkpoint."""
+    """Forward, backward, computed again for it by jax.checkpoint, or gradients that a backward left for later."""
+    if "weights_later" in names_of(scope):
+        return "weights later"
     if "rematted_computation" in scope:
         return "recomputed"
     return "backward" if "transpose(" in scope else "forward"

@@ -7,8 +7,9 @@ too early, computing waits; that is *exposed* communication. One that is not asy
 
 Of a loop the first iterations are run, until two take the same time, and that is multiplied: the work here does not
 grow with trip counts. Of a conditional the slowest branch is taken, but in a pipeline the one that its schedule says,
-each tick for the busiest stage. What is nowhere waited for within its computation is not waited for at all. But for
-conditionals of which nothing is known, this only leaves time out: given the costs, the result is a lower bound.
+in each tick for the stage that the step waits for: a stage begins a tick when it and its neighbours have ended the last
+one. What is nowhere waited for within its computation is not waited for at all. But for conditionals of which nothing
+is known, this only leaves time out: given the costs, the result is a lower bound.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Streams:
 
     Totals: ("kind", kind), ("kernel", computation, name), ("busy", lane), ("on", axes, lane), ("sent", axes, link),
     ("exposed", axes, link), ("loop", name) and with it ("turns", name), which are no seconds; of a pipeline ("idle",):
-    what the mean stage waits for the busiest, tick by tick.
+    what the mean stage is not at work.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Streams:
             self._notes[f"{loop.name}: the program does not tell how often this loop runs; once is taken."] = None
             trips = 1
         began, longest = state.now, None
-        for count, turn in self._segments(body, trips, level):
+        for count, turn in self._segments(state, body, trips, level):
             state, length, start = self._turns(state, condition, count, turn, loop.name, level)
             if count and (longest is None or count * length > longest[0] * longest[1]):
                 longest = count, length, start
@@ -183,13 +184,13 @@ class Streams:
             state.totals["loop", loop.name] += state.now - began
         return self._computation(state, condition, level + 1)
 
-    def _segments(self, body: Computation, trips: int, level: int) -> Iterator[tuple[int, Turn]]:
+    def _segments(self, state: State, body: Computation, trips: int, level: int) -> Iterator[tuple[int, Turn]]:
         """Turns of a loop that are alike: all, but for a pipeline's ticks and for layers that a chunk does not have."""
         plain: Turn = lambda state: self._computation(state, body, level + 1)
         if self._is_tick(body, trips):
-            assert self.pace is not None
-            for stages, ticks in itertools.groupby(self.pace.ticks):
-                yield len(list(ticks)), functools.partial(self._tick, body=body, level=level, stages=stages)
+            for (doing, stages), ticks in itertools.groupby(self._followed(state, body, level)):
+                follow = functools.partial(self._tick, body=body, level=level, doing=doing, stages=stages)
+                yield len(list(ticks)), follow
             return
         known = [self._known(each) for each in body]
         role = next((each.role for each in known if each is not None and each.role.startswith("layer")), None)
@@ -211,17 +212,28 @@ class Streams:
         self._layer_there = True
         return state
 
-    def _tick(self, state: State, body: Computation, level: int, stages: Counter[Doing]) -> State:
-        """A tick takes as long as it takes the busiest stage; what the others have less to do is idle time."""
-        began, found = state.now, []
-        for doing, num_stages in stages.items():
-            self._doing = doing
-            found.append((self._computation(state.copy(), body, level + 1), num_stages))
+    def _followed(self, state: State, body: Computation, level: int) -> Iterator[tuple[Doing, Counter[Doing]]]:
+        """For each tick what the stage does that the step waits for, and what all of them do."""
+        assert self.pace is not None
+        seconds = {}
+        for doing in dict.fromkeys(itertools.chain.from_iterable(self.pace.ticks)):
+            before = self._as(doing, state, body, level)  # so that what it left on the links counts
+            seconds[doing] = self._as(doing, before, body, level).now - before.now
+        return zip(self.pace.critical(seconds), map(Counter, self.pace.ticks), strict=True)
+
+    def _as(self, doing: Doing, state: State, body: Computation, level: int) -> State:
+        """A tick of a stage that does this."""
+        self._doing = doing
+        state = self._computation(state.copy(), body, level + 1)
         self._doing = None
-        slowest = max((each for each, _ in found), key=lambda each: each.now)
-        own = sum(num_stages * (each.now - began) for each, num_stages in found) / stages.total()
-        slowest.totals["idle",] += slowest.now - began - own
-        return slowest
+        return state
+
+    def _tick(self, state: State, body: Computation, level: int, doing: Doing, stages: Counter[Doing]) -> State:
+        """A tick of the stage that is followed. What the mean stage has less to do than that one is idle time."""
+        ends = {each: self._as(each, state, body, level) for each in stages}
+        own = sum(num_stages * (ends[each].now - state.now) for each, num_stages in stages.items()) / stages.total()
+        ends[doing].totals["idle",] += ends[doing].now - state.now - own
+        return ends[doing]
 
     def _turns(
         self, state: State, condition: Computation, count: int, turn: Turn, name: str, level: int

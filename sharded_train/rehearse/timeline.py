@@ -27,7 +27,7 @@ from sharded_train.rehearse.wires import Collective
 from sharded_train.show_tables import flops_in_words, new_table
 
 KINDS = {"products": "matrix products", "attention": "attention", "other": "other kernels"}
-IDLE = "The pipeline's bubble, what the mean stage is idle for while the busiest of a tick works"
+IDLE = "The pipeline's bubble, what the mean stage waits for those that the step waits for"
 MOST_KERNELS = 12  # of the table of those that take longest
 BOUND = (
     "A lower bound: kernels at 100 % of the data sheet's FLOP/s or memory bandwidth, links at 100 % of theirs, ring "
@@ -47,8 +47,8 @@ def describe(
 ) -> dict[str, Any]:
     """The section as JSON values; seconds and FLOPs are one device's. `compute_dtype` is HLO's name ("bf16").
 
-    With the `pace` of a pipeline it is the busiest stage that is followed in each tick, and "idle" is what the mean one
-    waits for it; without a pipeline that is 0.
+    With the `pace` of a pipeline it is the stage that the step waits for that is followed in each tick, and "idle" is
+    what the mean one is not at work; without a pipeline that is 0.
     """
     streams = Streams(module, cluster.device, collectives, pace)
     result = streams.run()
