@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from sharded_train.local import AttentionConfig
 from sharded_train.mesh import MeshConfig, build_mesh
 from sharded_train.models.decoder import DecoderConfig
 from sharded_train.models.stack import Remat
@@ -56,16 +57,19 @@ class Layout:
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     chunks: int | None = None
     layers: tuple[int, ...] | None = None  # of each chunk
+    sequence: int = 1
+    strategy: Literal["auto", "all_gather", "ring", "ulysses"] = "auto"
 
     @property
     def num_devices(self) -> int:
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.tensor * self.pipeline * self.sequence
 
     def __str__(self) -> str:
         group = f"in{self.group}" if self.group else ""
         pipe = f"pipe{self.pipeline}-{self.schedule}{self.chunks or ''}-" if self.pipeline > 1 else ""
         overlap = "-overlap" if self.overlap else ""
-        axes = f"{pipe}data{self.data}-tensor{self.tensor}"
+        row = f"seq{self.sequence}-{self.strategy}-" if self.sequence > 1 else ""
+        axes = f"{pipe}{row}data{self.data}-tensor{self.tensor}"
         return f"{axes}-zero{self.zero}{group}-micro{self.num_microbatches}-{self.remat}{overlap}"
 
 
@@ -86,7 +90,7 @@ def program(model: DecoderConfig, layout: Layout, *, recipe: Literal["fp32", "bf
     return build_program(
         model,
         build_mesh(
-            MeshConfig(pipeline=layout.pipeline, data=layout.data, tensor=layout.tensor),
+            MeshConfig(layout.data, layout.tensor, layout.pipeline, layout.sequence),
             jax.devices()[: layout.num_devices],
         ),
         zero=ZeroConfig(layout.zero, group_size=layout.group),
@@ -95,6 +99,7 @@ def program(model: DecoderConfig, layout: Layout, *, recipe: Literal["fp32", "bf
         schedule=Constant(1.0),
         train=dataclasses.replace(steps, **train),
         pipeline=PipelineConfig(layout.schedule, layout.chunks, layout.layers),
+        attention=AttentionConfig(layout.strategy),
     )
 
 
@@ -125,9 +130,15 @@ def weights(program: Program) -> dict:
     return jax.tree.map(lambda w, x: jax.device_put(w, x.sharding), whole, program.abstract_state.params)
 
 
+def placed(program: Program, batch: Batch) -> Batch:
+    """A batch on the program's devices."""
+    order = program.token_order
+    return jax.tree.map(lambda a: jax.device_put(a[:, order], program.batch_sharding), batch)  # type: ignore[no-any-return]
+
+
 def measure(program: Program, seed: int = 0) -> Measurement:
     """Loss and gradients of the hard batch, gradients read back whole."""
-    batch = jax.device_put(hard_batch(program.model, seed), program.batch_sharding)
+    batch = placed(program, hard_batch(program.model, seed))
     loss, grads, norm = jax.jit(program.loss_and_grads)(weights(program), batch, jax.random.key(seed))
     leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(program.of_model(grads), None)}
     return Measurement(float(loss.nll / loss.num_tokens), float(norm), leaves)

@@ -103,7 +103,7 @@ def sample_tokens(
 
     A sample is a function of its number and the seed, not of the mesh.
     """
-    program, params = program.without_pipeline(params)
+    program, params = program.for_decoding(params)
     ways = math.prod(program.mesh.shape[axis] for axis in program.local.row_axes)
     rows = -(-num_samples // ways)
 

@@ -57,7 +57,7 @@ def loss_and_grads(local: Local, shards: Tree, batch: Batch, key: jax.Array) -> 
         nll, grads = passes.gathering_in_the_first(microbatches)
     else:
         nll, grads = passes.gathering_before(microbatches)
-    return Loss(local.over_rows(nll), num_tokens), grads, local.global_norm(grads)
+    return Loss(local.over_tokens(nll), num_tokens), grads, local.global_norm(grads)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharded_train import compat
-from sharded_train.collectives import TensorParallel, index_of
+from sharded_train.collectives import TensorParallel, axis_index, index_of
 from sharded_train.models import decoder, stack
 from sharded_train.models.stack import Remat, Source
 from sharded_train.ops.loss import cross_entropy
 from sharded_train.params import Tree
-from sharded_train.sharding import REPLICA, Plan, is_placement
+from sharded_train.sharding import REPLICA, Plan, is_placement, zigzag
 
 BATCH_AXES = (REPLICA, "data")  # mesh axes that different rows lie on
 
@@ -45,6 +45,13 @@ class TrainConfig:
     overlap: bool | None = None  # hide communication behind products, for which more is compiled; None: on GPUs
     z_loss: float = 0.0
     label_smoothing: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """How attention works over `mesh.sequence` devices, each of which has a part of every row."""
+
+    context: Literal["auto", "all_gather", "ring", "ulysses"] = "auto"
 
 
 class Batch(flax.struct.PyTreeNode):
@@ -77,7 +84,7 @@ class Local:
     model: decoder.DecoderConfig
     plan: Plan
     compute_dtype: jnp.dtype
-    implementation: Literal["xla", "cudnn"]  # of attention
+    attend: decoder.Attend
     train: TrainConfig
     overlap: bool
 
@@ -88,12 +95,17 @@ class Local:
         """The mesh axes that the rows of a batch are split over, of those with several devices."""
         return tuple(axis for axis in BATCH_AXES if axis in self.plan.axes)
 
-    def over_rows(self, x: jax.Array) -> jax.Array:
-        """The sum, over all devices, of what differs from row to row."""
-        return lax.psum(x, self.row_axes) if self.row_axes else x
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The mesh axes that the tokens of a batch are split over: its rows, and within them the sequence."""
+        return (*self.row_axes, *(axis for axis in ("sequence",) if axis in self.plan.axes))
+
+    def over_tokens(self, x: jax.Array) -> jax.Array:
+        """The sum, over all devices, of what differs from token to token."""
+        return lax.psum(x, self.token_axes) if self.token_axes else x
 
     def num_targets(self, batch: Batch) -> jax.Array:
-        return self.over_rows((batch.targets >= 0).sum())
+        return self.over_tokens((batch.targets >= 0).sum())
 
     def global_norm(self, grads: Tree) -> jax.Array:
         """The norm of the whole gradient, each parameter once: leaves summed over the axes that split them."""
@@ -108,7 +120,7 @@ class Local:
     @property
     def streams(self) -> bool:
         """Whether weights and gradients move over data layer by layer, hidden behind the products of another layer."""
-        return self.overlap and bool(self.row_axes)
+        return self.overlap and bool(self.token_axes)
 
     def in_halves(self, rows: int) -> bool:
         """Whether layers work on two halves of so many rows: tensor's collectives hide behind the other half."""
@@ -140,7 +152,7 @@ class Local:
 
     def block(self, rows: int, *, halves: bool = True) -> stack.Block:
         """A layer, for so many rows; without `halves` always on all of them at once."""
-        block: stack.Block = functools.partial(decoder.block, self.model, self.implementation)
+        block: stack.Block = functools.partial(decoder.block, self.model, self.attend)
         return stack.rematerialized(
             stack.in_halves(block) if halves and self.in_halves(rows) else block, self.train.remat
         )
@@ -169,9 +181,14 @@ class Local:
 
     def token_numbers(self, batch: Batch) -> jax.Array:
         """A number for each token of the global batch, the same however its rows lie on the mesh."""
-        rows, seq = batch.tokens.shape
+        (rows, here), ways = batch.tokens.shape, self.plan.sizes["sequence"]
         first = index_of(self.row_axes) * rows
-        return (first + jnp.arange(rows)[:, None]) * seq + jnp.arange(seq)
+        places = jnp.arange(here)
+        if ways > 1:
+            places = lax.dynamic_slice_in_dim(
+                jnp.asarray(zigzag(here * ways, ways)), axis_index("sequence") * here, here
+            )
+        return (first + jnp.arange(rows)[:, None]) * here * ways + places
 
     # ---- the loss alone -------------------------------------------------------------------------------------------
 
@@ -183,7 +200,7 @@ class Local:
             block = self.block(batch.tokens.shape[0])
             y = stack.run(block, self.layers(shards), self.embed(outer, batch, ctx), ctx)
         _, nll = self.head(outer, y, batch)
-        return Loss(self.over_rows(nll), self.num_targets(batch))
+        return Loss(self.over_tokens(nll), self.num_targets(batch))
 
 
 def outside_layers(tree: Tree) -> Tree:

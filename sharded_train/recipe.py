@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from sharded_train import config, config_file, recipe_checks, recipe_pipeline, recipe_warnings
 from sharded_train.data.config import DataConfig
 from sharded_train.errors import ConfigError
+from sharded_train.local import AttentionConfig
 from sharded_train.mesh import MeshConfig
 from sharded_train.models.decoder import DecoderConfig
 from sharded_train.optimizer import AdamW, Cosine, Optimizer, Schedule
@@ -54,6 +55,7 @@ class Recipe:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     zero: ZeroConfig = dataclasses.field(default_factory=ZeroConfig)
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
+    attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
     precision: PrecisionConfig = dataclasses.field(default_factory=PrecisionConfig)
     optimizer: Optimizer = dataclasses.field(default_factory=AdamW)
     schedule: Schedule = dataclasses.field(default_factory=Cosine)
@@ -99,6 +101,7 @@ def program_on(recipe: Recipe, mesh: Mesh) -> Program:
         schedule=recipe.schedule,
         train=recipe.train,
         pipeline=recipe.pipeline,
+        attention=recipe.attention,
     )
 
 

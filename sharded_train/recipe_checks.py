@@ -77,9 +77,6 @@ def axis_sizes(recipe: Recipe, num_devices: int | None) -> tuple[dict[str, int],
         known = {axis: size for axis, size in sizes.items() if num_devices is not None or axis in known}
     except ConfigError as error:
         problems = error.problems
-    for axis in ("sequence",):
-        if known.get(axis, 1) > 1:
-            problems.append(f"mesh.{axis} = {known[axis]}: not built yet: {axis} parallelism; leave it at 1")
     return known, problems
 
 
@@ -109,9 +106,9 @@ def indivisible(recipe: Recipe, sizes: Mapping[str, int], num_devices: int | Non
     for key, value, why in (
         ("model.num_heads", model.num_heads, "the heads dim of attention's q and out is split over tensor"),
         ("model.d_ff", model.d_ff, f"the mlp dim of {mlp} is split over tensor"),
-        ("train.sequence_length", train.sequence_length, "activations between blocks are split over tensor"),
     ):
         problems += _no_multiple(key, value, "mesh.tensor", tensor, why, also)
+    problems += _sequence(recipe, sizes.get("sequence", 1), tensor, also)
     if model.num_kv_heads is not None and not _kv_fits(model.kv_heads, tensor):
         kv = [n for n in _divisors(model.num_heads) if _kv_fits(n, tensor)]
         problems.append(
@@ -125,6 +122,33 @@ def indivisible(recipe: Recipe, sizes: Mapping[str, int], num_devices: int | Non
             f"zero.group_size = {group} does not divide mesh.data = {sizes['data']}: groups of data ranks that share "
             "one copy of the state are equally large; nearest that work: zero.group_size = "
             f"{_or(nearest(group, _divisors(sizes['data'])))}"
+        )
+    return problems
+
+
+def _sequence(recipe: Recipe, ways: int, tensor: int, also: str) -> list[str]:
+    """Rows that do not split over the sequence axis, and over tensor between the blocks."""
+    length, heads, context = recipe.train.sequence_length, recipe.model.num_heads, recipe.attention.context
+    if ways < 1 or tensor < 1:
+        return []
+    if ways == 1:
+        why = "activations between blocks are split over tensor"
+        return _no_multiple("train.sequence_length", length, "mesh.tensor", tensor, why, also)
+    by, unit = f"2 x mesh.sequence {ways}", 2 * ways
+    why = "each device has two chunks of a row, one from either end, so that causal attention is equal work for all"
+    if tensor % 2 == 0:
+        by, unit = f"mesh.sequence {ways} x mesh.tensor {tensor}", ways * tensor
+        why += "; between blocks they are split over tensor"
+    elif tensor > 1:
+        by, unit = f"2 x mesh.sequence {ways} x mesh.tensor {tensor}", 2 * ways * tensor
+        why += "; between blocks they are split over tensor"
+    problems = _no_multiple("train.sequence_length", length, by, unit, why)
+    if context == "ulysses" and heads >= 1 and heads % tensor == 0 and heads // tensor % ways:
+        fits = _divisors(heads // tensor)
+        problems.append(
+            f"attention.context = ulysses: model.num_heads {heads} / mesh.tensor {tensor} = {heads // tensor} heads do "
+            f"not split over mesh.sequence = {ways}; nearest that work: mesh.sequence = {_or(nearest(ways, fits))}, or "
+            "attention.context = ring"
         )
     return problems
 

@@ -33,6 +33,8 @@ def _mesh(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
         warnings.append(f"zero.group_size = {zero.group_size} changes nothing: {why}")
     if sizes.get("tensor") == 1 and mesh.allow_tensor_across_hosts:
         warnings.append("mesh.allow_tensor_across_hosts changes nothing: mesh.tensor is 1")
+    if sizes.get("sequence") == 1 and recipe.attention.context != "auto":
+        warnings.append(f"attention.context = {recipe.attention.context} changes nothing: mesh.sequence is 1")
     split = [axis for axis in AXES if sizes.get(axis) != 1]
     if mesh.order != AXES and len(split) < 2:
         warnings.append("mesh.order changes nothing: at most one axis is larger than 1")

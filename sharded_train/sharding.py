@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -139,13 +140,23 @@ def split_data(mesh: AnyMesh, group_size: int | None) -> AnyMesh:
     return Mesh(mesh.devices.reshape(sizes), names) if isinstance(mesh, Mesh) else AbstractMesh(sizes, names)
 
 
-def stages_as_replicas(mesh: Mesh) -> Mesh:
-    """The mesh with a pipeline of one stage, its devices standing beside the replicas."""
-    merged = [axis for axis in ("pipeline", REPLICA) if axis in mesh.shape]
+def rows_only(mesh: Mesh) -> Mesh:
+    """The mesh whose pipeline and sequence have one device each, the others standing beside the replicas."""
+    merged = [axis for axis in ("pipeline", "sequence", REPLICA) if axis in mesh.shape]
     others = [axis for axis in mesh.axis_names if axis not in merged]
     order = [mesh.axis_names.index(axis) for axis in (*merged, *others)]
-    shape = (1, -1, *(mesh.shape[axis] for axis in others))
-    return Mesh(mesh.devices.transpose(order).reshape(shape), ("pipeline", REPLICA, *others))
+    shape = (1, 1, -1, *(mesh.shape[axis] for axis in others))
+    return Mesh(mesh.devices.transpose(order).reshape(shape), ("pipeline", "sequence", REPLICA, *others))
+
+
+def zigzag(length: int, ways: int) -> np.ndarray:
+    """The order in which the places of a row lie over `ways` devices of the sequence axis.
+
+    The row is cut into 2 ways chunks; device i has chunks i and 2 ways - 1 - i, so that causal attention is equal work
+    for all.
+    """
+    chunks = np.arange(length).reshape(2 * ways, -1)
+    return np.concatenate([chunks[[i, 2 * ways - 1 - i]].ravel() for i in range(ways)])
 
 
 def plan_of(specs: Tree, sizes: Mapping[str, int], zero: ZeroConfig) -> Plan:

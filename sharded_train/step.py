@@ -14,20 +14,21 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharded_train import gpu_flags, params
 from sharded_train.gradients import loss_and_grads
-from sharded_train.local import Batch, Local, Loss, TrainConfig
+from sharded_train.local import AttentionConfig, Batch, Local, Loss, TrainConfig
 from sharded_train.models import decoder
-from sharded_train.ops import attention
+from sharded_train.ops import attention as ops
 from sharded_train.optimizer import Optimizer, Schedule, learning_rate
 from sharded_train.optimizer.state import TrainState, is_slot, slots_of, update
 from sharded_train.params import Tree
 from sharded_train.pipeline import Pipeline, PipelineConfig, executor, pipeline_of
 from sharded_train.precision import PrecisionConfig
-from sharded_train.sharding import Plan, ZeroConfig, is_placement, plan_of, split_data, stages_as_replicas
+from sharded_train.sharding import Plan, ZeroConfig, is_placement, plan_of, rows_only, split_data, zigzag
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Program:
     schedule: Schedule
     train: TrainConfig
     pipe: Pipeline | None  # None: one stage
+    attention: AttentionConfig
 
     @functools.cached_property
     def specs(self) -> Tree:
@@ -51,9 +53,7 @@ class Program:
     @functools.cached_property
     def implementation(self) -> Literal["xla", "cudnn"]:
         """Of attention, on this mesh's devices."""
-        return attention.choose(
-            self.model.attention, self.platform, self.model.dim_per_head, self.precision.compute_dtype
-        )
+        return ops.choose(self.model.attention, self.platform, self.model.dim_per_head, self.precision.compute_dtype)
 
     @functools.cached_property
     def batch_sharding(self) -> NamedSharding:
@@ -81,7 +81,16 @@ class Program:
         """What one device computes; its methods are for inside `jax.shard_map`."""
         dtype = self.precision.compute_dtype
         overlap = self.platform == "gpu" if self.train.overlap is None else self.train.overlap
-        return Local(self.model, self.plan, dtype, self.implementation, self.train, overlap)
+        return Local(self.model, self.plan, dtype, self._attend, self.train, overlap)
+
+    @property
+    def _attend(self) -> decoder.Attend:
+        if self.plan.sizes["sequence"] == 1:
+            return functools.partial(ops.attention, implementation=self.implementation)
+        from sharded_train.ops.context import context_attention
+
+        strategy = self.attention.context
+        return functools.partial(context_attention, implementation=self.implementation, strategy=strategy)
 
     @property
     def platform(self) -> str:
@@ -90,7 +99,13 @@ class Program:
     @property
     def _rows(self) -> P:
         """The spec of a batch; an axis of one device is not named, so that nothing is taken to differ over it."""
-        return P(self.local.row_axes or None)
+        return P(self.local.row_axes or None, "sequence" if "sequence" in self.plan.axes else None)
+
+    @property
+    def token_order(self) -> np.ndarray:
+        """Which token of a row lies at each place of a batch: over the sequence axis they are arranged in a zigzag."""
+        length, ways = self.train.sequence_length, self.plan.sizes["sequence"]
+        return zigzag(length, ways) if ways > 1 else np.arange(length)
 
     @property
     def abstract_batch(self) -> Batch:
@@ -146,7 +161,7 @@ class Program:
                 if self.pipe is None
                 else executor.loss(self.local, self.pipe, shards, batch)
             )
-            return loss, self.local.over_rows(bytes_)
+            return loss, self.local.over_tokens(bytes_)
 
         return jax.jit(self._on_mesh(local, (self.plan.stored, self._rows, P()), P()))
 
@@ -217,11 +232,11 @@ class Program:
             return tree
         return {**tree, "layers": jax.tree.map(self.pipe.of_model, tree["layers"])}
 
-    def without_pipeline(self, weights: Tree) -> tuple[Program, Tree]:
-        """A program on the same devices whose rows are split over the stages too, and its weights: for decoding."""
-        if self.pipe is None:
+    def for_decoding(self, weights: Tree) -> tuple[Program, Tree]:
+        """A program on the same devices that splits rows over what was pipeline and sequence, and its weights."""
+        if self.pipe is None and self.plan.sizes["sequence"] == 1:
             return self, weights
-        mesh = stages_as_replicas(self.mesh)
+        mesh = rows_only(self.mesh)
         program = dataclasses.replace(self, mesh=mesh, plan=plan_of(self.specs, mesh.shape, self.plan.zero), pipe=None)
         like = jax.tree.map(lambda x: x.sharding, program.abstract_state.params)
         return program, jax.device_put(jax.jit(self.of_model)(weights), like)
@@ -259,6 +274,7 @@ def build_program(
     schedule: Schedule,
     train: TrainConfig,
     pipeline: PipelineConfig,
+    attention: AttentionConfig,
 ) -> Program:
     """The program of a checked recipe on a mesh; nothing is compiled before it is called."""
     mesh = split_data(mesh, zero.group_size)
@@ -274,4 +290,4 @@ def build_program(
             remat=train.remat == "full",
         )
         specs = pipe.staged_specs(specs)
-    return Program(model, mesh, plan_of(specs, sizes, zero), precision, optimizer, schedule, train, pipe)
+    return Program(model, mesh, plan_of(specs, sizes, zero), precision, optimizer, schedule, train, pipe, attention)

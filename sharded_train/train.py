@@ -195,6 +195,7 @@ def _batches(run: Run) -> Loader:
         start_step=run.start_step,
         num_threads=run.recipe.data.read_threads,
         num_epochs=run.recipe.data.num_epochs,
+        token_order=run.program.token_order,
     )
 
 

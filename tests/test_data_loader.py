@@ -189,8 +189,9 @@ def test_processes_read_only_their_rows_and_together_the_same_batch(
             places,
             BATCH[0],
             range(step, step + 1),
+            np.arange(BATCH[1])[::-1],
         )
-        local = source[0]
+        local = {key: array[:, ::-1] for key, array in source[0].items()}
         for key in KEYS:
             np.testing.assert_array_equal(local[key], expected[key][places])
         assert counting.read == rows.order(2, step * BATCH[0] + places).tolist()

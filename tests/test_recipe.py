@@ -111,7 +111,18 @@ def test_the_default_recipe_is_sound() -> None:
         (["train.stop_at=1001"], ["train.stop_at = 1001: must be from 1 to train.num_steps = 1000"]),
         (["train.stop_at=0"], ["train.stop_at = 0"]),
         (["log.profile_steps=5,5"], ["log.profile_steps = (5, 5)", "0 <= first < last"]),
-        (["mesh.sequence=2"], ["mesh.sequence = 2: not built yet: sequence parallelism"]),
+        (
+            ["mesh.sequence=2", "train.sequence_length=258"],
+            ["train.sequence_length = 258 is no multiple of 2 x mesh.sequence 2 = 4", "= 256 or 260"],
+        ),
+        (
+            ["mesh.sequence=2", "mesh.tensor=2", "mesh.data=2", "train.sequence_length=258"],
+            ["train.sequence_length = 258 is no multiple of mesh.sequence 2 x mesh.tensor 2 = 4", "split over tensor"],
+        ),
+        (
+            ["mesh.sequence=8", "mesh.data=1", "attention.context=ulysses"],
+            ["model.num_heads 4 / mesh.tensor 1 = 4 heads do not split over mesh.sequence = 8", "mesh.sequence = 4"],
+        ),
         (["mesh.data=3", "train.global_batch_size=33"], ["data 3", "the number of devices is 8"]),
         (["mesh.tensor=-1"], ["mesh.data = -1 and mesh.tensor = -1"]),
         (["mesh.tensor=0"], ["mesh.tensor = 0"]),

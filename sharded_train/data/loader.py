@@ -65,6 +65,7 @@ class LocalBatches:
     places: IntArray  # in the global batch, of the rows to read
     batch_size: int
     steps: range
+    token_order: IntArray  # which token of a row comes to each place
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -72,7 +73,7 @@ class LocalBatches:
     def __getitem__(self, item: int) -> Row:
         chosen = self.order(self.steps[item] * self.batch_size + self.places)
         read = [self.rows[int(row)] if row >= 0 else self.rows.empty() for row in chosen]
-        return {key: np.stack([row[key] for row in read]) for key in KEYS}
+        return {key: np.stack([row[key] for row in read])[:, self.token_order] for key in KEYS}
 
 
 def slow_loader(seconds_waited: float, seconds: float, read_threads: int) -> str | None:
@@ -88,6 +89,8 @@ def slow_loader(seconds_waited: float, seconds: float, read_threads: int) -> str
 class Batches(Iterator[dict[str, jax.Array]]):
     """Global batches, dicts of int32 arrays [batch_shape] placed by `sharding`. Close it after use.
 
+    `token_order` is which token of a row comes to each place, where they are not in their own order.
+
     `seconds_waited` is how long `next` has taken so far, all calls together.
     """
 
@@ -100,11 +103,13 @@ class Batches(Iterator[dict[str, jax.Array]]):
         sharding: jax.sharding.Sharding,
         steps: range,
         num_threads: int,
+        token_order: IntArray | None,
     ):
         assert batch_shape[1] == rows.sequence_length, (batch_shape, rows.sequence_length)
         self._batch_shape, self._sharding = batch_shape, sharding
         self._places = local_rows(sharding, batch_shape)
-        source = LocalBatches(rows, order, self._places, batch_shape[0], steps)
+        token_order = np.arange(batch_shape[1]) if token_order is None else token_order
+        source = LocalBatches(rows, order, self._places, batch_shape[0], steps, token_order)
         options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=_STEPS_AHEAD * num_threads)
         batches = grain.MapDataset.source(source).to_iter_dataset(options).map(self._place)
         if num_threads:
@@ -159,6 +164,7 @@ class Loader(Batches):
         start_step: int = 0,
         num_threads: int = 2,
         num_epochs: int | None = None,
+        token_order: IntArray | None = None,
     ):
         num_samples = num_train_samples(rows, num_epochs)
 
@@ -166,7 +172,15 @@ class Loader(Batches):
             return np.where(samples < num_samples, rows.order(seed, samples), -1)
 
         steps = range(start_step, -(-num_samples // batch_shape[0]))
-        super().__init__(rows, order, batch_shape=batch_shape, sharding=sharding, steps=steps, num_threads=num_threads)
+        super().__init__(
+            rows,
+            order,
+            batch_shape=batch_shape,
+            sharding=sharding,
+            steps=steps,
+            num_threads=num_threads,
+            token_order=token_order,
+        )
 
 
 def validation_batches(
@@ -176,6 +190,7 @@ def validation_batches(
     sharding: jax.sharding.Sharding,
     num_threads: int = 2,
     num_batches: int | None = None,
+    token_order: IntArray | None = None,
 ) -> Batches:
     """Every row once, in order, the last batch filled up with empty rows; at most `num_batches`, if that is given."""
     steps = range(num_train_steps(len(rows), batch_shape[0], num_epochs=1))[:num_batches]
@@ -183,4 +198,12 @@ def validation_batches(
     def order(samples: IntArray) -> IntArray:
         return np.where(samples < len(rows), samples, -1)
 
-    return Batches(rows, order, batch_shape=batch_shape, sharding=sharding, steps=steps, num_threads=num_threads)
+    return Batches(
+        rows,
+        order,
+        batch_shape=batch_shape,
+        sharding=sharding,
+        steps=steps,
+        num_threads=num_threads,
+        token_order=token_order,
+    )

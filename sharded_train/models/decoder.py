@@ -7,6 +7,7 @@ block every device works on its own heads and its own part of the MLP.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.struct
@@ -15,13 +16,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sharded_train.collectives import TensorParallel, axis_index, axis_size
 from sharded_train.ops import rope
-from sharded_train.ops.attention import attention
 from sharded_train.ops.dropout import dropout
 from sharded_train.ops.embedding import lookup, own_rows
 from sharded_train.ops.linear import Deferred, deferred_gradient, linear
 from sharded_train.ops.norm import layer_norm, rms_norm
 from sharded_train.ops.saved import SAVED
 from sharded_train.params import ParamSpec, Tree, normal, ones, zeros
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]  # (q, k, v, segments) -> like q
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +159,7 @@ def embed(
 
 def block(
     config: DecoderConfig,
-    implementation: Literal["xla", "cudnn"],
+    attend: Attend,
     x: jax.Array,
     weights: Tree,
     ctx: Context,
@@ -168,7 +170,7 @@ def block(
     with jax.named_scope("attention"):
         w = weights["attention"]
         q, k, v = projections(config, tp.enter(norm(config, x, w["norm"])), w, ctx.rope)
-        a = attention(q, k, v, ctx.segments, implementation)
+        a = attend(q, k, v, ctx.segments)
         x = x + _dropped(config, attention_out(config, a, w, tp), ctx, 2 * layer + 1)
         x = checkpoint_name(x, SAVED)
     with jax.named_scope("mlp"):

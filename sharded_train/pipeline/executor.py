@@ -63,7 +63,7 @@ def loss_and_grads(
     if plan.zero.stage <= 1:
         layers = plan.settle(layers, shards["layers"], names["layers"])
     grads = {**grads, "layers": layers}
-    return Loss(local.over_rows(lax.psum(carry.nll, AXIS)), num_tokens), grads, local.global_norm(grads)
+    return Loss(local.over_tokens(lax.psum(carry.nll, AXIS)), num_tokens), grads, local.global_norm(grads)
 
 
 def loss(local: Local, pipe: Pipeline, shards: Tree, batch: Batch) -> Loss:
@@ -89,7 +89,7 @@ def loss(local: Local, pipe: Pipeline, shards: Tree, batch: Batch) -> Loss:
     ticks = 1 + int(np.flatnonzero((pipe.schedule.forward >= 0).any(1))[-1])
     first = jax.tree.map(lambda table: table[:ticks], tables(pipe, stage.number))
     (_, _, nll), _ = lax.scan(tick, (buffer(x, pipe.slots.num_inputs), x, stage.zero_nll()), first)
-    return Loss(local.over_rows(lax.psum(nll, AXIS)), num_tokens)
+    return Loss(local.over_tokens(lax.psum(nll, AXIS)), num_tokens)
 
 
 class Work(NamedTuple):
