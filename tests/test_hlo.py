@@ -10,7 +10,7 @@ import pytest
 from sharded_train.rehearse import hlo, hlo_walk
 from sharded_train.rehearse.hlo import Shape, shapes_in, split_attributes
 from sharded_train.rehearse.hlo_groups import groups_of, pairs_of, parse_groups
-from sharded_train.rehearse.hlo_walk import trip_count, walk
+from sharded_train.rehearse.hlo_walk import branches_of, trip_count, walk
 
 SAVED = Path(__file__).parent / "hlo"
 VERSIONS = ("0.10.2", "0.12.0.1")
@@ -73,6 +73,26 @@ def test_both_branches_of_a_conditional_are_walked_and_marked(version: str) -> N
     sums = [run for run in inside if not run.instruction.opcode.endswith("-done")]
     assert [(run.branches[0].index, run.branches[0].count, run.times) for run in sums] == [(0, 2, 1), (1, 2, 1)]
     assert not any(run.certain for run in sums)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_work_done_in_place_if_there_is_any_is_a_branch(version: str) -> None:
+    """in_place_if in three ticks, over two layers; once its body asks for another turn it is a loop like any."""
+    text = (SAVED / f"sometimes-{version}.txt").read_text()
+    module = hlo.parse(text)
+    (gather,) = [run for run in walk(module) if run.instruction.opcode in ("all-gather", "all-gather-start")]
+    assert (gather.times, [loop.trips for loop in gather.loops], gather.certain) == (6, [3, 2], False)
+    (branch,) = gather.branches
+    assert (branch.index, branch.count) == (0, 2)
+    loops = {run.instruction.name: run for run in walk(module) if run.instruction.opcode == "while"}
+    assert len(loops) == 3
+    for name, run in loops.items():
+        body = run.instruction.attributes["body"].lstrip("%")
+        branches = [module.computations[body], None] if name == branch.conditional else None
+        assert branches_of(module, run.instruction) == branches
+    forever = hlo.parse(text.replace("pred[] constant(false)", "pred[] constant(true)"))
+    (gather,) = [run for run in walk(forever) if run.instruction.opcode in ("all-gather", "all-gather-start")]
+    assert (gather.branches, [loop.trips for loop in gather.loops]) == ((), [3, None, 2])
 
 
 @pytest.mark.parametrize("version", VERSIONS)

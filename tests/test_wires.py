@@ -13,6 +13,7 @@ from rich.console import Console
 
 from sharded_train.mesh import stand_ins
 from sharded_train.rehearse import hlo, wires
+from sharded_train.rehearse.pace import Conditional, Doing, Pace
 from sharded_train.rehearse.wires import Collective, collectives
 from sharded_train.rehearse.wires_places import Places, place_groups, place_pairs
 from sharded_train.rehearse.wires_tables import tables
@@ -58,6 +59,24 @@ def test_axes_links_and_bytes_of_every_operation(version: str) -> None:
     assert [each.wire_bytes for each in found] == [f * b for f, b in zip(factors, payloads, strict=True)]
     assert all(each.dtype == "bf16" and each.times == 1 and each.certain and not each.loops for each in found)
     assert [(each.num_groups, each.per_host) for each in found] == [(4, 1), (4, 2), (2, 2), (8, 2), (4, 2)]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_is_only_sometimes_done_counts_as_often_as_it_is(version: str) -> None:
+    """Two layers in each of three ticks: without a schedule as though always, with one as the mean stage does it."""
+    (gather,) = [each for each in read("sometimes", version) if each.op == "all-gather"]
+    assert (gather.times, gather.certain, len(gather.branches)) == (6, False, 1)
+    assert gather.loops == (("microbatch", 3), ("layer", 2))
+    conditional = gather.branches[0].partition(",")[0]
+    ticks = ((Doing(forward=2), Doing()), (Doing(forward=2), Doing(forward=2)), (Doing(), Doing(forward=1)))
+    pace = Pace(ticks, {conditional: Conditional("forward", 0, 2)})
+    module = hlo.parse((SAVED / f"sometimes-{version}.txt").read_text())
+    (known,), _ = collectives(module, PLACES, pace)
+    assert (known.times, known.certain) == (4, True)
+    assert known.loops == (("tick", 3), ("layer", 2))
+    uneven, _ = collectives(module, PLACES, Pace(ticks[:2], pace.conditionals))
+    (row,) = totals(uneven)
+    assert (row["runs"], row["wire_bytes"], row["certain"]) == (4.5, 4.5 * 64 * 64 * 2 / 2, True)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -1,4 +1,4 @@
-"""Makes the saved programs beside this file: `python tests/hlo/make.py`, with the CUDA plugin of jax's version.
+"""Makes the saved programs beside this file: `python tests/hlo/make.py [NAME ...]`, with jax's CUDA plugin.
 
 Tiny functions compiled for two H100 hosts of four GPUs, mesh data 2 x sequence 2 x tensor 2 (so that data lies between
 hosts, the others within one). Each file is NAME-JAXVERSION.txt; paths of the machine are taken out, and of XLA's
@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharded_train import compat, gpu_flags
+from sharded_train.in_place import in_place_if
 from sharded_train.rehearse import clusters
 
 CLUSTER = clusters.parse("h100:2x4")
@@ -57,6 +58,20 @@ def loops(x: jax.Array, weights: jax.Array) -> jax.Array:
     total = lax.cond(total[0, 0] > 0, halve, lambda t: t + lax.psum(t * 3, "sequence"), total)
     grow = lambda t: vary(lax.pmax(t, "sequence")) * 1.5
     return lax.while_loop(lambda t: jnp.sum(lax.psum(t, "sequence")) < 10, grow, total)
+
+
+def sometimes(x: jax.Array, weights: jax.Array, there: jax.Array) -> jax.Array:
+    """Three ticks, each of which works on x with two layers that gather their weights, or passes them over."""
+
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(x @ lax.all_gather(w, "data", axis=0, tiled=True)), None
+
+    def work(x: jax.Array) -> jax.Array:
+        with jax.named_scope("layers"):
+            return lax.scan(layer, x, weights)[0]
+
+    tick = lambda x, there: (in_place_if(there, work, x), None)
+    return lax.scan(tick, compat.vary(x, ("data",)), there)[0]
 
 
 def overlap(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -98,43 +113,50 @@ def clean(text: str) -> str:
     return re.sub(r'"[^"\n]*/([\w.\-]+\.py)"', r'"\1"', text)
 
 
+BF16, FP32 = jnp.bfloat16, jnp.float32
+# Function, the layout of its results, and (shape, dtype, layout) of its arguments.
+PROGRAMS: dict[str, tuple[Any, ...]] = {
+    "mixed": (
+        mixed,
+        P(("tensor", "data"), "sequence"),
+        ((256, 512), BF16, P("data")),
+        ((512, 512), BF16, P("data", "tensor")),
+    ),
+    "loops": (
+        loops,
+        P("data", "sequence"),
+        ((3, 64, 128), FP32, P(None, None, "sequence")),
+        ((5, 64, 64), BF16, P(None, "data")),
+    ),
+    "sometimes": (
+        sometimes,
+        P("data"),
+        ((64, 64), BF16, P("data")),
+        ((2, 64, 64), BF16, P(None, "data")),
+        ((3,), jnp.bool_, P()),
+    ),
+    "overlap": (
+        overlap,
+        P(("data", "tensor"), "sequence"),
+        ((8192, 4096), BF16, P(("data", "sequence"))),
+        ((4096, 4096), BF16, P(None, "tensor")),
+        ((2048, 4096), BF16, P("data", "tensor")),
+    ),
+    "products": (
+        products,
+        P(),
+        ((128, 512), BF16, P()),
+        ((512, 256), BF16, P()),
+        *[((2, 256, heads, 64), BF16, P()) for heads in (4, 2, 2)],
+    ),
+}
+
+
 def main() -> None:
     devices = compat.compile_only_devices(CLUSTER.target, CLUSTER.num_hosts, CLUSTER.devices_per_host)
     mesh = Mesh(np.array(devices).reshape(2, 2, 2), ("data", "sequence", "tensor"))
-    bf16, fp32 = jnp.bfloat16, jnp.float32
-    texts = {
-        "mixed": compile_text(
-            mesh,
-            mixed,
-            P(("tensor", "data"), "sequence"),
-            ((256, 512), bf16, P("data")),
-            ((512, 512), bf16, P("data", "tensor")),
-        ),
-        "loops": compile_text(
-            mesh,
-            loops,
-            P("data", "sequence"),
-            ((3, 64, 128), fp32, P(None, None, "sequence")),
-            ((5, 64, 64), bf16, P(None, "data")),
-        ),
-        "overlap": compile_text(
-            mesh,
-            overlap,
-            P(("data", "tensor"), "sequence"),
-            ((8192, 4096), bf16, P(("data", "sequence"))),
-            ((4096, 4096), bf16, P(None, "tensor")),
-            ((2048, 4096), bf16, P("data", "tensor")),
-        ),
-        "products": compile_text(
-            mesh,
-            products,
-            P(),
-            ((128, 512), bf16, P()),
-            ((512, 256), bf16, P()),
-            *[((2, 256, heads, 64), bf16, P()) for heads in (4, 2, 2)],
-        ),
-    }
-    for name, text in texts.items():
+    for name in sys.argv[1:] or PROGRAMS:
+        text = compile_text(mesh, *PROGRAMS[name])
         (HERE / f"{name}-{jax.__version__}.txt").write_text(clean(text))
         print(name, len(text), "->", len(clean(text)), "bytes", file=sys.stderr)
 
