@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax import monitoring
 
 from sharded_train import assemble, config
 from sharded_train import recipe as recipes
@@ -469,3 +470,60 @@ def test_files_in_the_way_are_refused(text: Path, half: Ended, tmp_path: Path, n
     (workdir / name).write_text("in the way")
     with pytest.raises(ConfigError, match=f"{name} is a file"):
         train(recipe_of(text), workdir)
+
+
+class Watched:
+    """A train step that looks at what happens between its calls."""
+
+    def __init__(self, step: Any):
+        self.step: Any = step
+        self.last: Any = None
+        self.events: list[str] = []
+        self.between: list[tuple[bool, list[str]]] = []
+        monitoring.register_event_duration_secs_listener(lambda event, *_, **__: self.events.append(event))
+
+    def lower(self, *args: Any) -> Watched:
+        self.step = self.step.lower(*args)
+        return self
+
+    def compile(self) -> Watched:
+        self.step = self.step.compile()
+        return self
+
+    def memory_analysis(self) -> Any:
+        return self.step.memory_analysis()
+
+    def __call__(self, state: Any, batch: Any) -> Any:
+        if self.last is not None:
+            self.between.append((state is self.last, [event for event in self.events if "compile" in event]))
+        self.events.clear()
+        self.last, metrics = self.step(state, batch)
+        guard("disallow" if len(self.between) < 2 else "allow")
+        return self.last, metrics
+
+
+def guard(transfers: str) -> None:
+    """Batches still come to the devices; what is asked for explicitly, as the metrics are, may leave them."""
+    jax.config.update("jax_transfer_guard_device_to_host", transfers)
+    jax.config.update("jax_transfer_guard_device_to_device", transfers)
+
+
+def test_a_step_costs_one_dispatch_and_no_wait(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first step to the last nothing is compiled, nothing moves between host and devices unasked, and the
+    state goes into a step as the last one has returned it.
+    """
+    made = Program.train_step.func  # type: ignore[attr-defined]
+    watched: list[Watched] = []
+
+    def train_step(self: Program) -> Watched:
+        watched.append(Watched(made(self)))
+        return watched[-1]
+
+    monkeypatch.setattr(Program, "train_step", property(train_step))
+    try:
+        changes = ("train.num_steps=4", "evaluate.every=0", "checkpoint.every=0", "schedule.warmup_steps=1")
+        assert run(recipe_of(text, *changes), tmp_path / "run").code == DONE
+    finally:
+        guard("allow")
+        monitoring.clear_event_listeners()
+    assert watched[0].between == [(True, [])] * 3
