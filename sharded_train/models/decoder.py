@@ -207,8 +207,9 @@ def deferred_gradients(config: DecoderConfig, deferred: Tree, like: Tree) -> Tre
     out: dict[str, dict[str, jax.Array]] = {branch: {} for branch in deferred}
     for branch, names in _products(config):
         x = deferred[branch][names[0]].x
-        for name in names:
-            out[branch][name] = deferred_gradient(x, deferred[branch][name].y, like[branch][name].shape)
+        with jax.named_scope(branch):
+            for name in names:
+                out[branch][name] = deferred_gradient(x, deferred[branch][name].y, like[branch][name].shape)
     return out
 
 

@@ -263,7 +263,8 @@ class _Stage:
         def collect(kept: Tree, place: jax.Array) -> tuple[Tree, None]:
             return self.summed(decoder.deferred_gradients(model, kept, like), place), None
 
-        return {**sums, "layers": stack.backward_weights(layers, kept, collect, sums["layers"])}
+        with jax.named_scope("weights_later"):
+            return {**sums, "layers": stack.backward_weights(layers, kept, collect, sums["layers"])}
 
     def collect(self, grads: Tree, place: jax.Array) -> tuple[Tree, Tree]:
         """What is summed of one layer's gradients, and what is left for later."""
