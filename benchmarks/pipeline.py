@@ -7,9 +7,10 @@
 A schedule may have its number of chunks after a colon.
 
 `cpu`: a small model on 8 virtual CPU devices, pipeline 4 x data 2. The devices share the cores, so that the CPU time of
-a step is the work of all stages, and a schedule that did something twice would show. Each schedule is a process of its
-own; windows of steps run in turn, and what counts is the median of the ratios to the first one's window of the same
-round.
+a step is the work of all stages, and the waiting of threads for each other, tick by tick. What is work is counted by
+itself: how often a matrix product and a send ran in one profiled step, on all devices together; a schedule that did
+something twice would show. Each schedule is a process of its own; windows of steps run in turn, and what counts is the
+median of the ratios to the first one's window of the same round.
 
 `compiled`: the train step is compiled for the cluster (the CUDA plugin of jax's version is needed, a GPU is not) and
 read: bytes of temporaries; sums over data (or over pipeline, of what belongs to no stage) and whether all stand outside
@@ -23,6 +24,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,9 +35,9 @@ import numpy as np
 ROOT = Path(__file__).parent.parent
 FEW = 65536  # bytes: sums of single numbers, and of the gains of norms
 SMALL = {
-    "model": {"vocab_size": 512, "d_model": 128, "num_layers": 8, "num_heads": 4, "d_ff": 512},
+    "model": {"vocab_size": 512, "d_model": 256, "num_layers": 8, "num_heads": 4, "d_ff": 1024},
     "mesh": {"pipeline": 4, "data": 2},
-    "train": {"global_batch_size": 32, "sequence_length": 128, "num_microbatches": 8, "remat": "selective"},
+    "train": {"global_batch_size": 32, "sequence_length": 256, "num_microbatches": 8, "remat": "selective"},
 }
 
 
@@ -83,8 +85,9 @@ def cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
         worker.stdin.close()
         worker.wait()
     first = np.array(seconds[args.schedules[0]])
-    print(f"| schedule | ticks | CPU s a step | of {args.schedules[0]}'s [90 %] | simulated time, of its |")
-    print("|---|---|---|---|---|")
+    first_one = args.schedules[0]
+    print(f"| schedule | ticks | products | sends | CPU s a step | of {first_one}'s [90 %] | simulated time, of its |")
+    print("|---|---|---|---|---|---|---|")
     rows = []
     for schedule in args.schedules:
         ratios = np.array(seconds[schedule]) / first
@@ -92,9 +95,10 @@ def cpu(args: argparse.Namespace) -> list[dict[str, Any]]:
         low, high = np.percentile(resampled, [5, 95])
         row = {"schedule": schedule, **begun[schedule], "cpu": float(np.median(seconds[schedule]))}
         rows.append({**row, "ratio": float(np.median(ratios)), "interval": [low, high]})
-        simulated = row["time"] / begun[args.schedules[0]]["time"]
+        simulated = row["time"] / begun[first_one]["time"]
         ratio = f"{np.median(ratios):.3f} [{low:.3f}, {high:.3f}]"
-        print(f"| {schedule} | {row['ticks']} | {row['cpu']:.3f} | {ratio} | {simulated:.3f} |")
+        counts = f"{row['products']:,} | {row['sends']:,}"
+        print(f"| {schedule} | {row['ticks']} | {counts} | {row['cpu']:.3f} | {ratio} | {simulated:.3f} |")
     return rows
 
 
@@ -136,14 +140,36 @@ def work(schedule: str, steps: int) -> None:
     for _ in range(2):
         state, metrics = program.train_step(state, batch)
         float(metrics["loss"])
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            state, metrics = program.train_step(state, batch)
+            float(metrics["loss"])
+        counts = ran(Path(folder))
     timing = neighbours(pipe.schedule, pipe.costs)
-    print(json.dumps({"ticks": pipe.schedule.num_ticks, "time": timing.time, "bubble": timing.bubble}), flush=True)
+    print(json.dumps({"ticks": pipe.schedule.num_ticks, "time": timing.time, **counts}), flush=True)
     for _ in sys.stdin:
         begun = time.process_time()
         for _ in range(steps):
             state, metrics = program.train_step(state, batch)
             float(metrics["loss"])
         print(json.dumps({"cpu": (time.process_time() - begun) / steps}), flush=True)
+
+
+def ran(profile: Path) -> dict[str, int]:
+    """How often matrix products and sends ran in a profiled step."""
+    from jax.profiler import ProfileData
+
+    found = next(profile.rglob("*.xplane.pb"))
+    names = [
+        str(dict(event.stats).get("hlo_op", ""))
+        for plane in ProfileData.from_file(str(found)).planes
+        for line in plane.lines
+        for event in line.events
+    ]
+    return {
+        "products": sum(name.startswith(("ynn", "dot", "custom-call")) for name in names),
+        "sends": sum(name.startswith(("ppermute", "collective-permute")) for name in names),
+    }
 
 
 # ---- the compiled program ---------------------------------------------------------------------------------------
@@ -155,8 +181,8 @@ def compiled(args: argparse.Namespace, overrides: Sequence[str]) -> list[dict[st
 
     jax.config.update("jax_platforms", "cpu")
     print(
-        "| schedule | microbatches | temporaries, GiB | sums over data or pipeline | of them in ticks | sends "
-        "| to neighbours | bubble | step, ms | MFU | tokens/s/GPU | compiled in, s |\n|" + "---|" * 12
+        "| schedule | microbatches | temporaries, GiB | with the state | sums over data or pipeline | of them in ticks "
+        "| sends | to neighbours | bubble | step, ms | MFU | tokens/s/GPU | compiled in, s |\n|" + "---|" * 13
     )
     rows = []
     for schedule in args.schedules:
@@ -253,6 +279,7 @@ def in_words(row: Mapping[str, Any]) -> str:
         row["schedule"],
         str(row["microbatches"]),
         f"{row['temporaries'] / 2**30:.2f}",
+        f"{(row['temporaries'] + row['arguments']) / 2**30:.1f}",
         f"{row['reductions']}, {row['reduced_bytes'] / 2**20:,.0f} MiB",
         str(row["reductions_in_ticks"]),
         str(row["sends"]),

@@ -110,7 +110,7 @@ def _layers(recipe: Recipe, pipe: Pipeline) -> list[str]:
 def _zero(recipe: Recipe, pipe: Pipeline, sizes: Mapping[str, int]) -> list[str]:
     """ZeRO 2 and 3, whose layers' weights or gradients cross data once for each microbatch."""
     zero, m, data = recipe.zero, recipe.train.num_microbatches, sizes.get("data", 1)
-    ranks = zero.group_size or data
+    ranks = (zero.group_size or data) * sizes.get("sequence", 1)
     if zero.stage < 2 or m == 1 or ranks == 1 or "data" not in sizes:
         return []
     weight, gradient = recipe.precision.compute_dtype.itemsize, BF16 if zero.reduce_dtype == "bfloat16" else FP32

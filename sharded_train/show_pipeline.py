@@ -24,7 +24,7 @@ def describe(recipe: Recipe, program: Program, parameters: Sequence[Mapping[str,
     pipe, sizes = program.pipe, program.plan.sizes
     assert pipe is not None
     rows = recipe.train.global_batch_size // (sizes["data"] * sizes.get("replica", 1)) // pipe.schedule.num_microbatches
-    seq = recipe.train.sequence_length // sizes["tensor"]
+    seq = recipe.train.sequence_length // (sizes["tensor"] * sizes["sequence"])
     one = rows * seq * recipe.model.d_model * recipe.precision.compute_dtype.itemsize
     facts = schedule_verb.describe(pipe.schedule, pipe.costs, one, one_chunk_of(recipe, pipe).costs)
     del facts["remarks"]  # are among the recipe's warnings
