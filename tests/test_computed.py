@@ -42,6 +42,7 @@ def test_every_kind_of_product_by_hand(version: str) -> None:
     assert section["explained"][computed.REMATERIALISED] == one
     assert section["explained"][computed.AGAIN] == 2 * D * PAIRS
     assert section["explained"][computed.HIDDEN] == 2 * 2 * D * (ALL - PAIRS)
+    assert [remark for remark in computed.remarks(section) if "as a bias" in remark]
     assert sum(section["explained"].values()) == section["products"]
     assert not section["unknown"]
 

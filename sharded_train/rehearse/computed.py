@@ -224,6 +224,12 @@ def remarks(section: Mapping[str, Any]) -> list[str]:
         found.append(
             f"The program computes {flops_in_words(-rest)} less than the model's FLOPs: something is not counted."
         )
+    if hidden := section["explained"][HIDDEN]:
+        found.append(
+            "The mask of documents comes to attention's kernel as a bias, from which it cannot tell that the pairs "
+            "above the diagonal are hidden, so it computes them too: "
+            f"{_share(hidden, section['products'])} of the products."
+        )
     if loops := section["unknown_trips"]:
         found.append(f"Counted once, since the program does not tell how often they run: {', '.join(loops)}.")
     if n := len(section["conditionals"]):
