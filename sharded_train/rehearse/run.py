@@ -51,7 +51,7 @@ def facts_of(compiled: Compiled) -> dict[str, Any]:
         "mesh": shown["mesh"],
         "compile": {"seconds": compiled.seconds, "options": compiled.options, "versions": _versions()},
         "memory": memory.describe(compiled, module, collectives),
-        "wires": wires.describe(module, program.mesh),
+        "wires": wires.describe(module, program.mesh, pace),
         "computed": computed.describe(module, flops, dtype, pace),
         "time": timeline.describe(module, cluster, collectives, flops, dtype, pace),
     }
