@@ -86,12 +86,18 @@ def _rows(
     yield "step", f"{train.global_batch_size:,} rows × {train.sequence_length:,} = {tokens:,} tokens{parts}"
     begins = f"goes on from step {start:,}" if start else f"begins with seed {train.seed}"
     yield "run", f"{train.num_steps:,} steps = {train.num_steps * tokens:,} tokens = {epochs}; {begins}"
-    if pipeline := facts["pipeline"]:
-        held = f"{max(pipeline['in_flight']):.4g} of {pipeline['num_microbatches']} microbatches in flight at most"
-        yield "pipeline", f"{pipeline_title(pipeline)}; {held}"
-        yield "bubble", f"{pipeline['bubble']:.1%} of the stages' time is idle, which the MFU counts as lost"
+    yield from pipeline_rows(facts["pipeline"])
     yield "MFU", f"{flops_in_words(facts['flops_per_step_total'])} a step / time / peak; {facts['flops_convention']}"
     yield "peak", peak.words
+
+
+def pipeline_rows(pipeline: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    """What stands above the MFU: a bubble is hidden by a good number."""
+    if pipeline is None:
+        return
+    held = f"{max(pipeline['in_flight']):.4g} of {pipeline['num_microbatches']} microbatches in flight at most"
+    yield "pipeline", f"{pipeline_title(pipeline)}; {held}"
+    yield "bubble", f"{pipeline['bubble']:.1%} of the stages' time is idle, which the MFU counts as lost"
 
 
 def _data_words(data: TextData) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from sharded_train import report
 from sharded_train.mesh import build_mesh, layout, stand_ins
 from sharded_train.mesh_picture import draw_mesh
 from sharded_train.params import named_leaves
@@ -121,6 +122,15 @@ def test_the_section_says_it_in_words() -> None:
         assert words in section, words
     assert "embedding" in section
     assert json.loads(json.dumps(facts)) == facts
+
+
+def test_the_panel_of_a_run_has_the_bubble_and_what_is_in_flight() -> None:
+    facts = pipeline_of("train.num_microbatches=8")
+    rows = dict(report.pipeline_rows(facts))
+    assert "1f1b, 2 stages of 3 to 4 layers" in rows["pipeline"]
+    assert "3 of 8 microbatches in flight at most" in rows["pipeline"]
+    assert f"{facts['bubble']:.1%}" in rows["bubble"]
+    assert list(report.pipeline_rows(None)) == []
 
 
 def test_many_stages_are_listed_from_both_ends() -> None:
