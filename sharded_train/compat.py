@@ -53,6 +53,27 @@ def cudnn_assumed(version: int = 90800) -> Iterator[None]:
         fused_attention_stablehlo.check_cudnn_version = asked
 
 
+def cudnn_attention(
+    direction: str, operands: Iterable[jax.Array], *, mask_type: str, **settings: Any
+) -> list[jax.Array]:
+    """cuDNN's attention, `direction` "fwd" or "bwd", as JAX writes it for one device: without the partitioner's wrapper,
+    which also turns the starts of packed documents into something else (in 0.10 wrongly where kv heads are few).
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn  # private
+
+    later = {"score_mod_name": None, "score_mod_jaxpr": None} if hasattr(cudnn, "_canonical_bnth_shape") else {}  # 0.12
+    call = getattr(cudnn, f"_dot_product_attention_{direction}_p")
+    settings |= {"mask_type": cudnn.MaskType[mask_type], "layout": cudnn.AttentionLayout.BTNH.value, **later}
+    return call.bind(*operands, **settings)  # type: ignore[no-any-return]
+
+
+def cudnn_packs() -> bool:
+    """Has cuDNN the packed layout here? From Hopper on; where a program is only compiled it is taken to have it."""
+    if jax.default_backend() != "gpu":
+        return True
+    return float(jax.local_devices()[0].compute_capability) >= 9.0
+
+
 def compile_only_devices(target: str, hosts: int, devices_per_host: int) -> list[jax.Device]:
     """Devices that programs can be compiled for and nothing else, `process_index` being the host.
 

@@ -251,7 +251,7 @@ def test_attention_to_a_cache_is_the_plain_formula() -> None:
 @pytest.mark.parametrize(("seq", "num_tiles"), [(96, 1), (384, 3), (250, 1)])
 def test_attention_in_tiles_is_attention_at_once(seq: int, num_tiles: int) -> None:
     """Output and gradients, documents that cross the tiles included, against autodiff of the plain formula."""
-    tiles = list(attention._tiles(seq))
+    tiles = list(attention.causal_tiles(seq))
     assert len(tiles) == num_tiles
     assert [rows.stop for rows, _ in tiles] == [keys.stop for _, keys in tiles]
     assert tiles[-1][0].stop == seq

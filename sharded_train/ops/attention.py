@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from sharded_train import compat
+from sharded_train.ops import cudnn
 from sharded_train.ops.dot import dot
 from sharded_train.ops.saved import SAVED
 
 Implementation = Literal["auto", "xla", "cudnn"]
+Kernel = Literal["xla", "cudnn"]
+Tiles = Iterable[tuple[slice, slice]]  # queries, and the keys that any of them sees
+Visible = Callable[[slice, slice], jax.Array]  # [batch, queries, keys] bool, of one tile
+Gradients = tuple[jax.Array, jax.Array, jax.Array]
 CUDNN_MAX_HEAD_DIM = 128  # on every GPU from Ampere on
 HIDDEN = -1e30  # the score of a key that a query must not see
 FP32 = jnp.dtype(jnp.float32)
 
 
-def choose(implementation: Implementation, platform: str, head_dim: int, dtype: jnp.dtype) -> Literal["xla", "cudnn"]:
+def choose(implementation: Implementation, platform: str, head_dim: int, dtype: jnp.dtype) -> Kernel:
     """What "auto" means: cuDNN's flash attention where it exists and is exact, plain XLA elsewhere."""
     if implementation != "auto":
         return implementation
@@ -28,33 +34,101 @@ def choose(implementation: Implementation, platform: str, head_dim: int, dtype: 
 
 
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, implementation: Literal["xla", "cudnn"]
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    implementation: Kernel,
+    *,
+    window: int | None = None,
+    max_documents: int | None = None,
 ) -> jax.Array:
-    """Each query attends to the keys of its own document at or before its place in the row.
+    """Each query attends to the keys of its own document at or before its place in the row, or the last `window` of them.
 
     q `[batch, seq, heads, head_dim]`, k and v `[batch, seq, kv_heads, head_dim]`, heads a multiple of kv_heads;
-    segments `[batch, seq]` int32, one number a document.
+    segments `[batch, seq]` int32, one number a document, whose tokens stand side by side.
+
+    Output and logsumexp are kept under the selective policy. cuDNN's table of documents holds `max_documents` a row, on
+    average over the rows of a device (None: `cudnn.most_documents`); with more the output is NaN, and 1 says that no row
+    holds several, padding at a row's end aside.
     """
-    if implementation == "cudnn":
-        mask = within_documents(segments, segments)[:, None]
-        return checkpoint_name(jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="cudnn"), SAVED)
-    out = _tiled(*_heads_first(q, k, v), segments)
-    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
+    limit = cudnn.most_documents(q.shape[1]) if max_documents is None else max_documents
+    axes = compat.varying_axes(q, k, v, segments)
+    q, k, v, segments = (compat.vary(x, axes) for x in (q, k, v, segments))
+    return _attention(q, k, v, segments, implementation, window, limit)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: Kernel, window: int | None, limit: int
+) -> jax.Array:
+    return forward(q, k, v, segments, kernel, window, limit)[0]
+
+
+def _attention_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: Kernel, window: int | None, limit: int
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    out, lse = (checkpoint_name(x, SAVED) for x in forward(q, k, v, segments, kernel, window, limit))
+    return out, (q, k, v, segments, out, lse)
+
+
+def _attention_backward(
+    kernel: Kernel, window: int | None, limit: int, saved: tuple[jax.Array, ...], d_out: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    d_q, d_k, d_v = backward(*saved, d_out, kernel, window, limit)
+    return d_q, d_k.astype(saved[1].dtype), d_v.astype(saved[2].dtype), None
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: Kernel, window: int | None, limit: int
+) -> tuple[jax.Array, jax.Array]:
+    """The attention, and the logsumexp of each query's scores, `[batch, heads, seq]` fp32."""
+    if kernel == "cudnn":
+        return cudnn.forward(q, k, v, segments, limit, window)
+    return tiled_forward(q, k, v, causal_tiles(q.shape[1], window), _within(segments, window))
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    kernel: Kernel,
+    window: int | None,
+    limit: int,
+) -> Gradients:
+    """Gradients of q in its dtype, of k and v in theirs or fp32. `out` and `lse` may be those over more keys than these:
+    then they are the gradients by way of these alone.
+    """
+    if kernel == "cudnn":
+        return cudnn.backward(q, k, v, segments, out, lse, d_out, limit, window)
+    return tiled_backward(q, k, v, out, lse, d_out, causal_tiles(q.shape[1], window), _within(segments, window))
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
     """Attention of few queries to many keys, as `visible [batch, seq, keys]` allows; not differentiable."""
     out, _ = _forward(*_heads_first(q, k, v), visible)
-    return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
+    return _heads_last(out)
 
 
-def within_documents(query_segments: jax.Array, key_segments: jax.Array) -> jax.Array:
+def within_documents(query_segments: jax.Array, key_segments: jax.Array, window: int | None = None) -> jax.Array:
     """May a query `[batch, seq]` see a key `[batch, keys]`? `[batch, seq, keys]` bool; the last query sees all keys'
-    places, the ones before it one fewer each.
+    places (or the last `window`), the ones before it one fewer each.
     """
     seq, keys = query_segments.shape[1], key_segments.shape[1]
-    causal = keys - seq + jnp.arange(seq)[:, None] >= jnp.arange(keys)[None, :]
-    return causal & (query_segments[:, :, None] == key_segments[:, None, :])
+    behind = keys - seq + jnp.arange(seq)[:, None] - jnp.arange(keys)[None, :]
+    near = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+    return near & (query_segments[:, :, None] == key_segments[:, None, :])
+
+
+def _within(segments: jax.Array, window: int | None) -> Visible:
+    return lambda rows, keys: within_documents(segments[:, rows], segments[:, keys], window)
 
 
 # ---- plain XLA: queries in tiles, each with the keys that it can see; nothing of [seq, seq] is kept ---------------
@@ -62,60 +136,75 @@ def within_documents(query_segments: jax.Array, key_segments: jax.Array) -> jax.
 
 
 def _heads_first(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return _grouped(q, k.shape[2]), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+
+
+def _grouped(q: jax.Array, kv_heads: int) -> jax.Array:
     batch, seq, _, head_dim = q.shape
-    grouped = q.reshape(batch, seq, k.shape[2], -1, head_dim).transpose(0, 2, 3, 1, 4)
-    return grouped, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    return q.reshape(batch, seq, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
 
 
-def _tiles(seq: int) -> Iterator[tuple[slice, slice]]:
+def _heads_last(q: jax.Array) -> jax.Array:
+    return q.transpose(0, 3, 1, 2, 4).reshape(q.shape[0], q.shape[3], -1, q.shape[4])
+
+
+def causal_tiles(seq: int, window: int | None = None) -> Iterator[tuple[slice, slice]]:
     """Queries and the keys up to their end. Tiles of a quarter to an eighth waste little on what is hidden."""
+    for rows, _ in whole_tiles(seq, seq):
+        first = 0 if window is None else max(0, rows.start - window + 1)
+        yield rows, slice(first, rows.stop)
+
+
+def whole_tiles(seq: int, keys: int) -> Iterator[tuple[slice, slice]]:
+    """Queries, each with all keys."""
     fits = [n for n in range(1, 9) if seq % n == 0 and seq // n >= 128]
     tile = seq // max(fits, default=1)
     for start in range(0, seq, tile):
-        yield slice(start, start + tile), slice(0, start + tile)
+        yield slice(start, start + tile), slice(0, keys)
 
 
-@jax.custom_vjp
-def _tiled(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
-    return _tiled_forward(q, k, v, segments)[0]
+def tiled_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, tiles: Tiles, visible: Visible
+) -> tuple[jax.Array, jax.Array]:
+    """As `forward`, for what `visible` says. A query that sees nothing has an lse of about -1e30 and any output."""
+    batch, seq, heads, _ = q.shape
+    q, k, v = _heads_first(q, k, v)
+    parts = [_forward(q[..., rows, :], k[..., keys, :], v[..., keys, :], visible(rows, keys)) for rows, keys in tiles]
+    out, lse = (jnp.concatenate(part, axis=3) for part in zip(*parts, strict=True))
+    return _heads_last(out), lse.reshape(batch, heads, seq)
 
 
-def _tiled_forward(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> tuple[jax.Array, tuple]:
-    parts = [
-        _forward(q[..., rows, :], k[..., keys, :], v[..., keys, :], _visible(segments, rows, keys))
-        for rows, keys in _tiles(q.shape[3])
-    ]
-    out, lse = (checkpoint_name(jnp.concatenate(part, axis=3), SAVED) for part in zip(*parts, strict=True))
-    return out, (q, k, v, segments, out, lse)
-
-
-def _tiled_backward(saved: tuple, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, segments, out, lse = saved
-    delta = (out.astype(FP32) * d_out.astype(FP32)).sum(-1)
+def tiled_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    tiles: Tiles,
+    visible: Visible,
+) -> Gradients:
+    """As `backward`; those of k and v are summed in fp32."""
+    q, k, v = _heads_first(q, k, v)
+    delta = (out.astype(FP32) * d_out.astype(FP32)).sum(-1).transpose(0, 2, 1).reshape(q.shape[:4])
+    d_out, lse = _grouped(d_out, k.shape[1]), lse.reshape(q.shape[:4])
     d_qs, d_ks, d_vs = [], [], []
-    for rows, keys in _tiles(q.shape[3]):
+    for rows, keys in tiles:
         d_q, d_k, d_v = _backward(
             q[..., rows, :],
             k[..., keys, :],
             v[..., keys, :],
-            _visible(segments, rows, keys),
+            visible(rows, keys),
             lse[..., rows],
             delta[..., rows],
             d_out[..., rows, :],
         )
-        unseen = [(0, 0), (0, 0), (0, k.shape[2] - keys.stop), (0, 0)]
+        unseen = [(0, 0), (0, 0), (keys.start, k.shape[2] - keys.stop), (0, 0)]
         d_qs.append(d_q)
         d_ks.append(jnp.pad(d_k, unseen))
         d_vs.append(jnp.pad(d_v, unseen))
-    add_up = lambda parts, dtype: functools.reduce(jnp.add, parts).astype(dtype)
-    return jnp.concatenate(d_qs, axis=3), add_up(d_ks, k.dtype), add_up(d_vs, v.dtype), None
-
-
-_tiled.defvjp(_tiled_forward, _tiled_backward)
-
-
-def _visible(segments: jax.Array, rows: slice, keys: slice) -> jax.Array:
-    return within_documents(segments[:, rows], segments[:, keys])
+    add_up = lambda parts: functools.reduce(jnp.add, parts).transpose(0, 2, 1, 3)
+    return _heads_last(jnp.concatenate(d_qs, axis=3)), add_up(d_ks), add_up(d_vs)
 
 
 def _scores(q: jax.Array, k: jax.Array, visible: jax.Array) -> jax.Array:

@@ -1,0 +1,212 @@
+"""cuDNN's flash attention by the calls inside JAX: the one place that knows them.
+
+JAX's public call rounds the logsumexp to the output's dtype, runs its forward pass again under rematerialisation, and
+turns a mask of documents into a bias of `[seq, seq]`, of which it writes the gradient too. Here the forward pass returns
+the logsumexp in fp32, the backward pass starts from it, and documents are told by where they start and how long they are.
+
+q and out are `[batch, seq, heads, head_dim]`, k and v `[batch, keys, kv_heads, head_dim]`, bf16 or fp16; lse is
+`[batch, heads, seq]` fp32. These calls are for one device: inside the manual `jax.shard_map`, not under the partitioner.
+
+**Never run on a GPU by us so far**: compiled only. `check` compares everything here with plain XLA and raises if they differ.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sharded_train import compat
+
+FP32 = jnp.dtype(jnp.float32)
+OUT_OF_SIGHT = 1e30  # the logsumexp of a query that sees nothing: exp(score - lse) is 0
+Gradients = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def most_documents(seq: int) -> int:
+    """How many documents a row may have on average over a device's rows, unless told: each costs cuDNN an entry of its
+    table of sequences and `heads * seq` fp32 numbers beside the output.
+    """
+    return max(32, seq // 128)
+
+
+class Documents(NamedTuple):
+    """Rows cut into documents as cuDNN's packed layout has them: `limit` a row, of all rows together, in order."""
+
+    lengths: jax.Array  # [batch, limit], 0 beyond the last document
+    starts: jax.Array  # [batch, limit + 1] tokens from the first row's beginning; the end beyond the last document
+    number: jax.Array  # [batch * seq]: which document a token belongs to
+    place: jax.Array  # [batch * seq]: and which of its tokens it is
+    fit: jax.Array  # bool: there are not too many
+
+
+def documents(segments: jax.Array, limit: int) -> Documents:
+    """Every run of equal numbers in a row of `segments [batch, seq]` is a document, padding as well: no token is left
+    out, since cuDNN does not write the output of tokens that belong to no sequence.
+    """
+    batch, seq = segments.shape
+    first = jnp.pad(segments[:, 1:] != segments[:, :-1], [(0, 0), (1, 0)], constant_values=True).reshape(-1)
+    starts = jnp.nonzero(first, size=batch * (limit + 1), fill_value=batch * seq)[0].astype(jnp.int32)
+    ends = jnp.append(starts[1:], batch * seq)
+    number = jnp.cumsum(first, dtype=jnp.int32) - 1
+    place = jnp.arange(batch * seq, dtype=jnp.int32) - starts[number]
+    lengths = (ends - starts)[: batch * limit].reshape(batch, limit)
+    return Documents(lengths, starts.reshape(batch, -1), number, place, number[-1] < batch * limit)
+
+
+# ---- each query sees the keys of its own document up to its place ---------------------------------------------------
+
+
+def forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, limit: int, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """Output and lse; of the last `window` keys only, where one is given.
+
+    With `limit` 1 the rows are taken for one document each, as `segments` are then not looked at. With more documents
+    than `limit` a row everything is NaN: no wrong number is returned, and the loss shows it.
+    """
+    if limit == 1:
+        return _forward(q, k, v, "CAUSAL", window=window)
+    if not compat.cudnn_packs():
+        return _forward(q, k, v, "NO_MASK", bias=_bias(segments, window, q.dtype))
+    docs = documents(segments, limit)
+    out, stats = _forward(q, k, v, "PADDING_CAUSAL", *_packed(docs, q, k), window=window)
+    lse = stats[docs.number, :, docs.place].reshape(*segments.shape, -1).transpose(0, 2, 1)
+    return jnp.where(docs.fit, out, jnp.nan).astype(q.dtype), jnp.where(docs.fit, lse, jnp.nan)
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    limit: int,
+    window: int | None,
+) -> Gradients:
+    """Gradients of q, k and v in their dtypes."""
+    if limit == 1:
+        return _backward(q, k, v, out, lse, d_out, "CAUSAL", window=window)
+    if not compat.cudnn_packs():
+        return _backward(q, k, v, out, lse, d_out, "NO_MASK", bias=_bias(segments, window, q.dtype))
+    docs, (batch, heads, seq) = documents(segments, limit), lse.shape
+    by_token = lse.transpose(0, 2, 1).reshape(batch * seq, heads)
+    stats = compat.vary(jnp.zeros((batch * limit, heads, seq), FP32), compat.varying_axes(lse))
+    stats = stats.at[docs.number, :, docs.place].set(by_token, unique_indices=True, mode="drop")
+    return _backward(q, k, v, out, stats, d_out, "PADDING_CAUSAL", *_packed(docs, q, k), window=window)
+
+
+def _packed(docs: Documents, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
+    """cuDNN wants starts in numbers, not tokens. JAX's own conversion takes the query's heads for the key's in 0.10."""
+    tokens, most = q.shape[0] * q.shape[1], max(q.shape[2], k.shape[2]) * q.shape[3]
+    if tokens * most >= 2**31:
+        raise ValueError(
+            f"{q.shape[0]} rows x {q.shape[1]} tokens x {most} numbers a token are {tokens * most}, and cuDNN's packed "
+            f"layout counts in 32 bits, to {2**31 - 1}: use more microbatches, or tensor or sequence parallelism"
+        )
+    starts = [docs.starts * (x.shape[2] * x.shape[3]) for x in (q, k)]
+    return docs.lengths, docs.lengths, *starts
+
+
+def _bias(segments: jax.Array, window: int | None, dtype: jnp.dtype) -> jax.Array:
+    """GPUs before Hopper have no packed layout in cuDNN: there it is `[batch, 1, seq, seq]`."""
+    place = jnp.arange(segments.shape[1])
+    behind = place[:, None] - place
+    visible = (behind >= 0) & (segments[:, :, None] == segments[:, None, :])
+    visible &= behind < (segments.shape[1] if window is None else window)
+    lowest = -(2.0**41) if dtype == jnp.bfloat16 else -(2.0**15)  # as JAX has it: cuDNN subtracts them from each other
+    return jnp.where(visible, 0, lowest).astype(dtype)[:, None]
+
+
+# ---- the first queries see the last keys: all that one document does in two chunks of a row ------------------------
+
+
+def pair_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, rows: jax.Array, keys: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The first `rows [batch]` queries see the last `keys [batch]` keys, both 0 or neither.
+
+    The other queries have output 0 and lse -1e30. Without a causal mask keys have no order, so that the last ones are
+    made the first, which is what cuDNN can mask.
+    """
+    out, lse = _forward(q, k[:, ::-1], v[:, ::-1], "PADDING", jnp.maximum(rows, 1), jnp.maximum(keys, 1))
+    seen = _first(rows, q.shape[1])
+    return jnp.where(seen[..., None, None], out, 0), jnp.where(seen[:, None], lse, -OUT_OF_SIGHT)
+
+
+def pair_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    rows: jax.Array,
+    keys: jax.Array,
+) -> Gradients:
+    """Gradients, `out` and `lse` being those over all the keys of the row and not just these."""
+    seen = _first(rows, q.shape[1])
+    lse, d_out = jnp.where(seen[:, None], lse, OUT_OF_SIGHT), jnp.where(seen[..., None, None], d_out, 0)
+    lengths = jnp.maximum(rows, 1), jnp.maximum(keys, 1)
+    d_q, d_k, d_v = _backward(q, k[:, ::-1], v[:, ::-1], out, lse, d_out, "PADDING", *lengths)
+    of_keys = _first(keys, k.shape[1])[..., None, None]
+    return jnp.where(seen[..., None, None], d_q, 0), *(jnp.where(of_keys, x, 0)[:, ::-1] for x in (d_k, d_v))
+
+
+def _first(count: jax.Array, length: int) -> jax.Array:
+    return jnp.arange(length) < count[:, None]
+
+
+# ---- the calls ------------------------------------------------------------------------------------------------------
+
+
+def _forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: str,
+    *lengths_and_starts: jax.Array,
+    bias: jax.Array | None = None,
+    window: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    operands = (q, k, v, *_rest(q, bias, lengths_and_starts))
+    out, stats = compat.cudnn_attention("fwd", operands, **_settings(q, mask, bias, window), is_training=True)
+    return out, stats
+
+
+def _backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    stats: jax.Array,
+    d_out: jax.Array,
+    mask: str,
+    *lengths_and_starts: jax.Array,
+    bias: jax.Array | None = None,
+    window: int | None = None,
+) -> Gradients:
+    operands = (q, k, v, *_rest(q, bias, lengths_and_starts), stats, out, d_out.astype(q.dtype))
+    d_q, d_k, d_v = compat.cudnn_attention("bwd", operands, **_settings(q, mask, bias, window))
+    return d_q, d_k, d_v
+
+
+def _rest(q: jax.Array, bias: jax.Array | None, lengths_and_starts: tuple[jax.Array, ...]) -> list[jax.Array]:
+    """Bias, lengths and starts of queries and keys, page tables; what is not given is an empty array."""
+    nothing = jnp.zeros(0, q.dtype)
+    given = [nothing if bias is None else bias, *lengths_and_starts]
+    return given + [nothing] * (7 - len(given))
+
+
+def _settings(q: jax.Array, mask: str, bias: jax.Array | None, window: int | None) -> dict[str, Any]:
+    return {
+        "scale": q.shape[-1] ** -0.5,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (bias is not None, False),  # there is a bias; its gradient is wanted
+        "mask_type": mask,
+        "sliding_window_length": window,
+    }
