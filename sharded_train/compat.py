@@ -53,18 +53,18 @@ def cudnn_assumed(version: int = 90800) -> Iterator[None]:
         fused_attention_stablehlo.check_cudnn_version = asked
 
 
-def cudnn_attention(
-    direction: str, operands: Iterable[jax.Array], *, mask_type: str, **settings: Any
-) -> list[jax.Array]:
-    """cuDNN's attention, `direction` "fwd" or "bwd", as JAX writes it for one device: without the partitioner's wrapper,
-    which also turns the starts of packed documents into something else (in 0.10 wrongly where kv heads are few).
+def cudnn_attention(direction: str, operands: Iterable[jax.Array], *, mask_type: str, **settings: Any) -> Any:
+    """cuDNN's attention, `direction` "fwd" or "bwd", as JAX writes it for one device.
+
+    Around it JAX has a wrapper for the partitioner, which turns the starts of packed documents from tokens into
+    numbers: in 0.10 wrongly where kv heads are fewer than heads (jax-ml/jax#39521).
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn  # private
 
     later = {"score_mod_name": None, "score_mod_jaxpr": None} if hasattr(cudnn, "_canonical_bnth_shape") else {}  # 0.12
     call = getattr(cudnn, f"_dot_product_attention_{direction}_p")
     settings |= {"mask_type": cudnn.MaskType[mask_type], "layout": cudnn.AttentionLayout.BTNH.value, **later}
-    return call.bind(*operands, **settings)  # type: ignore[no-any-return]
+    return call.bind(*operands, **settings)
 
 
 def cudnn_packs() -> bool:

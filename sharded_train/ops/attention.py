@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from sharded_train.ops.dot import dot
 from sharded_train.ops.saved import SAVED
 
 Implementation = Literal["auto", "xla", "cudnn"]
-Kernel = Literal["xla", "cudnn"]
 Tiles = Iterable[tuple[slice, slice]]  # queries, and the keys that any of them sees
 Visible = Callable[[slice, slice], jax.Array]  # [batch, queries, keys] bool, of one tile
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
@@ -25,7 +24,7 @@ HIDDEN = -1e30  # the score of a key that a query must not see
 FP32 = jnp.dtype(jnp.float32)
 
 
-def choose(implementation: Implementation, platform: str, head_dim: int, dtype: jnp.dtype) -> Kernel:
+def choose(implementation: Implementation, platform: str, head_dim: int, dtype: jnp.dtype) -> Literal["xla", "cudnn"]:
     """What "auto" means: cuDNN's flash attention where it exists and is exact, plain XLA elsewhere."""
     if implementation != "auto":
         return implementation
@@ -33,62 +32,70 @@ def choose(implementation: Implementation, platform: str, head_dim: int, dtype: 
     return "cudnn" if platform == "gpu" and fits else "xla"
 
 
+class Kernel(NamedTuple):
+    """What computes, and what is known of the rows before they are seen."""
+
+    name: Literal["xla", "cudnn"]
+    window: int | None  # a query sees the last so many keys of its document; None: all
+    max_documents: int  # a row's, see `attention`
+
+
 def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     segments: jax.Array,
-    implementation: Kernel,
+    implementation: Literal["xla", "cudnn"],
     *,
     window: int | None = None,
     max_documents: int | None = None,
 ) -> jax.Array:
-    """Each query attends to the keys of its own document at or before its place in the row, or the last `window` of them.
+    """Each query attends to the keys of its document at or before its place in the row, or the last `window` of them.
 
     q `[batch, seq, heads, head_dim]`, k and v `[batch, seq, kv_heads, head_dim]`, heads a multiple of kv_heads;
     segments `[batch, seq]` int32, one number a document, whose tokens stand side by side.
 
     Output and logsumexp are kept under the selective policy. cuDNN's table of documents holds `max_documents` a row, on
-    average over the rows of a device (None: `cudnn.most_documents`); with more the output is NaN, and 1 says that no row
-    holds several, padding at a row's end aside.
+    average over a device's rows (None: `cudnn.MOST_DOCUMENTS`); with more the output is NaN, and 1 says that no row
+    holds several, padding at its end aside.
     """
-    limit = cudnn.most_documents(q.shape[1]) if max_documents is None else max_documents
+    limit = cudnn.MOST_DOCUMENTS if max_documents is None else max_documents
     axes = compat.varying_axes(q, k, v, segments)
     q, k, v, segments = (compat.vary(x, axes) for x in (q, k, v, segments))
-    return _attention(q, k, v, segments, implementation, window, limit)
+    return _attention(q, k, v, segments, Kernel(implementation, window, limit))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: Kernel, window: int | None, limit: int
-) -> jax.Array:
-    return forward(q, k, v, segments, kernel, window, limit)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: Kernel) -> jax.Array:
+    return forward(q, k, v, segments, kernel)[0]
 
 
 def _attention_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: Kernel, window: int | None, limit: int
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: Kernel
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    out, lse = (checkpoint_name(x, SAVED) for x in forward(q, k, v, segments, kernel, window, limit))
+    out, lse = (checkpoint_name(x, SAVED) for x in forward(q, k, v, segments, kernel))
     return out, (q, k, v, segments, out, lse)
 
 
 def _attention_backward(
-    kernel: Kernel, window: int | None, limit: int, saved: tuple[jax.Array, ...], d_out: jax.Array
+    kernel: Kernel, saved: tuple[jax.Array, ...], d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    d_q, d_k, d_v = backward(*saved, d_out, kernel, window, limit)
-    return d_q, d_k.astype(saved[1].dtype), d_v.astype(saved[2].dtype), None
+    q, k, v, segments, out, lse = saved
+    d_q, d_k, d_v = backward(q, k, v, segments, out, lse, d_out, kernel)
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: Kernel, window: int | None, limit: int
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: Kernel
 ) -> tuple[jax.Array, jax.Array]:
     """The attention, and the logsumexp of each query's scores, `[batch, heads, seq]` fp32."""
-    if kernel == "cudnn":
-        return cudnn.forward(q, k, v, segments, limit, window)
-    return tiled_forward(q, k, v, causal_tiles(q.shape[1], window), _within(segments, window))
+    if kernel.name == "cudnn":
+        return cudnn.forward(q, k, v, segments, kernel.max_documents, kernel.window)
+    tiles = causal_tiles(q.shape[1], kernel.window)
+    return tiled_forward(q, k, v, tiles, _within(segments, kernel.window))
 
 
 def backward(
@@ -100,15 +107,14 @@ def backward(
     lse: jax.Array,
     d_out: jax.Array,
     kernel: Kernel,
-    window: int | None,
-    limit: int,
 ) -> Gradients:
-    """Gradients of q in its dtype, of k and v in theirs or fp32. `out` and `lse` may be those over more keys than these:
-    then they are the gradients by way of these alone.
+    """Gradients of q in its dtype, of k and v in theirs or fp32. `out` and `lse` may be those over more keys than
+    these: then they are the gradients by way of these alone.
     """
-    if kernel == "cudnn":
-        return cudnn.backward(q, k, v, segments, out, lse, d_out, limit, window)
-    return tiled_backward(q, k, v, out, lse, d_out, causal_tiles(q.shape[1], window), _within(segments, window))
+    if kernel.name == "cudnn":
+        return cudnn.backward(q, k, v, segments, out, lse, d_out, kernel.max_documents, kernel.window)
+    tiles = causal_tiles(q.shape[1], kernel.window)
+    return tiled_backward(q, k, v, out, lse, d_out, tiles, _within(segments, kernel.window))
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:

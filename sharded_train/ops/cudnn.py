@@ -1,13 +1,13 @@
 """cuDNN's flash attention by the calls inside JAX: the one place that knows them.
 
 JAX's public call rounds the logsumexp to the output's dtype, runs its forward pass again under rematerialisation, and
-turns a mask of documents into a bias of `[seq, seq]`, of which it writes the gradient too. Here the forward pass returns
-the logsumexp in fp32, the backward pass starts from it, and documents are told by where they start and how long they are.
+turns a mask of documents into a bias of `[seq, seq]`, of which it writes the gradient too. Here the forward pass
+returns the logsumexp in fp32, the backward pass starts from it, and documents are told by start and length.
 
 q and out are `[batch, seq, heads, head_dim]`, k and v `[batch, keys, kv_heads, head_dim]`, bf16 or fp16; lse is
-`[batch, heads, seq]` fp32. These calls are for one device: inside the manual `jax.shard_map`, not under the partitioner.
+`[batch, heads, seq]` fp32. The calls are for one device: inside the manual `jax.shard_map`, not under the partitioner.
 
-**Never run on a GPU by us so far**: compiled only. `check` compares everything here with plain XLA and raises if they differ.
+**Compiled for GPUs, never run on one by us.** `cudnn_check.check` compares it all with plain XLA, and raises.
 """
 
 from __future__ import annotations
@@ -20,15 +20,9 @@ import jax.numpy as jnp
 from sharded_train import compat
 
 FP32 = jnp.dtype(jnp.float32)
+MOST_DOCUMENTS = 64  # a row, unless told; each costs `heads * seq` fp32 numbers beside the output, and an idle kernel
 OUT_OF_SIGHT = 1e30  # the logsumexp of a query that sees nothing: exp(score - lse) is 0
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
-
-
-def most_documents(seq: int) -> int:
-    """How many documents a row may have on average over a device's rows, unless told: each costs cuDNN an entry of its
-    table of sequences and `heads * seq` fp32 numbers beside the output.
-    """
-    return max(32, seq // 128)
 
 
 class Documents(NamedTuple):
@@ -153,7 +147,8 @@ def pair_backward(
     lengths = jnp.maximum(rows, 1), jnp.maximum(keys, 1)
     d_q, d_k, d_v = _backward(q, k[:, ::-1], v[:, ::-1], out, lse, d_out, "PADDING", *lengths)
     of_keys = _first(keys, k.shape[1])[..., None, None]
-    return jnp.where(seen[..., None, None], d_q, 0), *(jnp.where(of_keys, x, 0)[:, ::-1] for x in (d_k, d_v))
+    d_k, d_v = (jnp.where(of_keys, x, 0)[:, ::-1] for x in (d_k, d_v))
+    return jnp.where(seen[..., None, None], d_q, 0), d_k, d_v
 
 
 def _first(count: jax.Array, length: int) -> jax.Array:
