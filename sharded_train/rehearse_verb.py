@@ -21,7 +21,8 @@ from sharded_train.rehearse.clusters import Cluster, parse
 from sharded_train.rehearse.compile import CompilerFailure, check_layout, check_plugin
 from sharded_train.rehearse.run import Rehearsal
 from sharded_train.rehearse.run import rehearse as rehearse_one
-from sharded_train.show_tables import WIDTH, links_table
+from sharded_train.show_pipeline import picture
+from sharded_train.show_tables import WIDTH, links_table, pipeline_tables
 
 DONE, FAILED = 0, 1
 STDOUT = Path("-")
@@ -73,6 +74,8 @@ def print_facts(facts: Mapping[str, Any], console: Console) -> None:
         console.print()
 
     put(f"Rehearsed on {facts['cluster']['words']}", links_table(facts["mesh"]))
+    if pipeline := facts["pipeline"]:
+        put("Pipeline, as its schedule has it", *picture(pipeline, console.width), *pipeline_tables(pipeline))
     put("Does it fit?", *memory.tables(facts["memory"]))
     put("What crosses which wire?", *wires_tables.tables(facts["wires"]))
     put("What is computed?", *computed.tables(facts["computed"]))

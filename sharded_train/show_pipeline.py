@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sharded_train import schedule_verb
+import numpy as np
+from rich.text import Text
+
+from sharded_train import schedule_picture, schedule_verb
 from sharded_train.recipe_pipeline import one_chunk_of
+from sharded_train.schedules.build import make
+from sharded_train.schedules.costs import Costs
+from sharded_train.schedules.simulate import neighbours
+from sharded_train.schedules.table import Schedule
 from sharded_train.step import Program
 
 if TYPE_CHECKING:
@@ -41,3 +48,24 @@ def describe(recipe: Recipe, program: Program, parameters: Sequence[Mapping[str,
             "step_bytes": total("gathered_weights", "gradient_sums"),
         },
     }
+
+
+def picture(facts: Mapping[str, Any], width: int) -> list[Text]:
+    """The schedule over simulated time in so many characters, and what its letters mean."""
+    schedule, costs = _made(facts)
+    legend = Text(schedule_picture.legend(schedule), style="dim")
+    return [schedule_picture.draw(schedule, costs, neighbours(schedule, costs), width), legend]
+
+
+def image(facts: Mapping[str, Any]) -> str:
+    """The same as SVG."""
+    schedule, costs = _made(facts)
+    return schedule_picture.svg(schedule, costs, neighbours(schedule, costs), schedule_verb.title(facts))
+
+
+def _made(facts: Mapping[str, Any]) -> tuple[Schedule, Costs]:
+    """What `describe` described."""
+    kinds = ("forward", "backward", "weights", "together")
+    costs = Costs(*(np.asarray(facts["costs"][kind]) for kind in kinds))
+    stages, microbatches, chunks = (facts[f"num_{what}"] for what in ("stages", "microbatches", "chunks"))
+    return make(facts["schedule"], stages, microbatches, chunks, costs), costs

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sharded_train import report
+from sharded_train import recipe_pipeline, report, schedule_picture, show_pipeline
 from sharded_train.mesh import build_mesh, layout, stand_ins
 from sharded_train.mesh_picture import draw_mesh
 from sharded_train.params import named_leaves
@@ -143,3 +143,17 @@ def test_many_stages_are_listed_from_both_ends() -> None:
     assert "\n8 " not in section
     assert "\n31" in section
     assert "…" in section
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_the_picture_is_of_the_programs_own_table(schedule: str) -> None:
+    asked = recipe(f"pipeline.schedule={schedule}", "train.num_microbatches=8")
+    facts = json.loads(json.dumps(describe(asked, stand_ins("2x4"))["pipeline"]))
+    pipe = recipe_pipeline.pipe_of(asked, 2)
+    own = schedule_picture.draw(pipe.schedule, pipe.costs, neighbours(pipe.schedule, pipe.costs), 100)
+    drawn, legend = show_pipeline.picture(facts, 100)
+    assert drawn.plain == own.plain
+    assert "idle" in legend.plain
+    assert show_pipeline.image(facts).count("<title>") == pipe.schedule.num_items * 2 * (
+        3 if schedule == "zero_bubble" else 2
+    )

@@ -16,7 +16,8 @@ from sharded_train.rehearse.page_parts import figure, heading, paragraph, table
 from sharded_train.rehearse.page_style import STYLE, series
 from sharded_train.rehearse.timeline import exposed_seconds, seconds_in_words
 from sharded_train.rehearse.verdict import sentence
-from sharded_train.show_tables import bytes_in_words, flops_in_words
+from sharded_train.show_pipeline import image
+from sharded_train.show_tables import bytes_in_words, flops_in_words, pipeline_title
 
 LOOKS = {"fits": "good", "does not fit": "bad"}  # of the verdict; anything else is close
 LARGEST = 12  # arrays in the table of the largest
@@ -28,6 +29,7 @@ def page(facts: Mapping[str, Any], title: str) -> str:
     body = "\n".join(
         [
             *_head(facts, title),
+            *_pipeline(facts.get("pipeline")),
             *_memory(facts["memory"]),
             *page_wires.section(facts["wires"], facts["time"]),
             *_computed(facts["computed"]),
@@ -81,6 +83,15 @@ def _tiles(facts: Mapping[str, Any]) -> Iterator[str]:
     }
     for name, value in tiles.items():
         yield f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
+
+
+def _pipeline(section: Mapping[str, Any] | None) -> Iterator[str]:
+    """The schedule's picture; facts of runs without a pipeline, or from before there was one, have none."""
+    if section is None:
+        return
+    yield heading("The pipeline, as its schedule has it")
+    yield paragraph(f"{sentence(pipeline_title(section))} {100 * section['bubble']:.1f} % of the stages' time is idle.")
+    yield figure(image(section), "Simulated: time goes right, in units of one layer's forward. Hover over a block.")
 
 
 def _memory(section: Mapping[str, Any]) -> Iterator[str]:

@@ -49,6 +49,7 @@ def facts_of(compiled: Compiled) -> dict[str, Any]:
         "config": to_dict(recipe),
         "cluster": _cluster(cluster),
         "mesh": shown["mesh"],
+        "pipeline": shown["pipeline"],
         "compile": {"seconds": compiled.seconds, "options": compiled.options, "versions": _versions()},
         "memory": memory.describe(compiled, module, collectives),
         "wires": wires.describe(module, program.mesh, pace),
