@@ -20,9 +20,10 @@ from sharded_train import compat
 from sharded_train.collectives import TensorParallel, axis_index, index_of
 from sharded_train.models import decoder, stack
 from sharded_train.models.stack import Remat, Source
+from sharded_train.ops import zigzag
 from sharded_train.ops.loss import cross_entropy
 from sharded_train.params import Tree
-from sharded_train.sharding import REPLICA, Plan, is_placement, zigzag
+from sharded_train.sharding import REPLICA, Plan, is_placement
 
 BATCH_AXES = (REPLICA, "data")  # mesh axes that different rows lie on
 
@@ -152,10 +153,9 @@ class Local:
 
     def block(self, rows: int, *, halves: bool = True) -> stack.Block:
         """A layer, for so many rows; without `halves` always on all of them at once."""
-        block: stack.Block = functools.partial(decoder.block, self.model, self.attend)
-        return stack.rematerialized(
-            stack.in_halves(block) if halves and self.in_halves(rows) else block, self.train.remat
-        )
+        branches = decoder.branches(self.model, self.attend)
+        block = (stack.in_halves if halves and self.in_halves(rows) else stack.block_of)(branches)
+        return stack.rematerialized(block, self.train.remat)
 
     def context(self, microbatch: Microbatch, key: jax.Array | None) -> decoder.Context:
         rows, numbers = microbatch
@@ -186,7 +186,7 @@ class Local:
         places = jnp.arange(here)
         if ways > 1:
             places = lax.dynamic_slice_in_dim(
-                jnp.asarray(zigzag(here * ways, ways)), axis_index("sequence") * here, here
+                zigzag.arrange(jnp.arange(here * ways), ways, 0), axis_index("sequence") * here, here
             )
         return (first + jnp.arange(rows)[:, None]) * here * ways + places
 

@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -147,16 +146,6 @@ def rows_only(mesh: Mesh) -> Mesh:
     order = [mesh.axis_names.index(axis) for axis in (*merged, *others)]
     shape = (1, 1, -1, *(mesh.shape[axis] for axis in others))
     return Mesh(mesh.devices.transpose(order).reshape(shape), ("pipeline", "sequence", REPLICA, *others))
-
-
-def zigzag(length: int, ways: int) -> np.ndarray:
-    """The order in which the places of a row lie over `ways` devices of the sequence axis.
-
-    The row is cut into 2 ways chunks; device i has chunks i and 2 ways - 1 - i, so that causal attention is equal work
-    for all.
-    """
-    chunks = np.arange(length).reshape(2 * ways, -1)
-    return np.concatenate([chunks[[i, 2 * ways - 1 - i]].ravel() for i in range(ways)])
 
 
 def plan_of(specs: Tree, sizes: Mapping[str, int], zero: ZeroConfig) -> Plan:

@@ -23,12 +23,14 @@ from sharded_train.gradients import loss_and_grads
 from sharded_train.local import AttentionConfig, Batch, Local, Loss, TrainConfig
 from sharded_train.models import decoder
 from sharded_train.ops import attention as ops
+from sharded_train.ops import zigzag
+from sharded_train.ops.context import Strategy, context_attention, wire_bytes
 from sharded_train.optimizer import Optimizer, Schedule, learning_rate
 from sharded_train.optimizer.state import TrainState, is_slot, slots_of, update
 from sharded_train.params import Tree
 from sharded_train.pipeline import Pipeline, PipelineConfig, executor, pipeline_of
 from sharded_train.precision import PrecisionConfig
-from sharded_train.sharding import Plan, ZeroConfig, is_placement, plan_of, rows_only, split_data, zigzag
+from sharded_train.sharding import Plan, ZeroConfig, is_placement, plan_of, rows_only, split_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +89,29 @@ class Program:
     def _attend(self) -> decoder.Attend:
         if self.plan.sizes["sequence"] == 1:
             return functools.partial(ops.attention, implementation=self.implementation)
-        from sharded_train.ops.context import context_attention
+        return functools.partial(context_attention, implementation=self.implementation, strategy=self.context[0])
 
-        strategy = self.attention.context
-        return functools.partial(context_attention, implementation=self.implementation, strategy=strategy)
+    @functools.cached_property
+    def context(self) -> tuple[Strategy, str]:
+        """How attention works over the sequence axis, and why: unless something is asked for, what sends less."""
+        if self.attention.context != "auto":
+            return self.attention.context, "attention.context asks for it"
+        model, ways, tensor = self.model, self.plan.sizes["sequence"], self.plan.sizes["tensor"]
+        heads, kv_heads = model.num_heads // tensor, max(1, model.kv_heads // tensor)
+        size = (
+            1,
+            self.train.sequence_length,
+            heads,
+            kv_heads,
+            model.dim_per_head,
+            self.precision.compute_dtype.itemsize,
+        )
+        sent = {name: sum(wire_bytes(name, ways, *size)) for name in ("ring", "ulysses")}
+        each = lambda name: f"{name} sends {sent[name] / 2**20:.4g} MiB a row and layer"
+        if heads % ways:
+            return "ring", f"{each('ring')}; ulysses would need {heads} heads to split over {ways} devices"
+        best: Strategy = "ulysses" if sent["ulysses"] < sent["ring"] else "ring"
+        return best, f"{each(best)}, {each('ring' if best == 'ulysses' else 'ulysses')}"
 
     @property
     def platform(self) -> str:
@@ -105,7 +126,7 @@ class Program:
     def token_order(self) -> np.ndarray:
         """Which token of a row lies at each place of a batch: over the sequence axis they are arranged in a zigzag."""
         length, ways = self.train.sequence_length, self.plan.sizes["sequence"]
-        return zigzag(length, ways) if ways > 1 else np.arange(length)
+        return zigzag.arrange(np.arange(length), ways, 0) if ways > 1 else np.arange(length)
 
     @property
     def abstract_batch(self) -> Batch:

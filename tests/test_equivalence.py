@@ -52,6 +52,15 @@ CASES = [
     ("gpt2", Layout(pipeline=2, tensor=4, num_microbatches=2, schedule="zero_bubble", chunks=1, remat="selective")),
     ("llama_gqa", Layout(pipeline=2, data=1, tensor=4, num_microbatches=2, schedule="zero_bubble", chunks=1)),
     ("llama", Layout(pipeline=2, data=2, zero=3, num_microbatches=4, schedule="zero_bubble", chunks=1)),
+    # rows split over devices: every strategy, with all other axes
+    ("llama_gqa", Layout(sequence=2, strategy="ring")),
+    ("llama", Layout(sequence=4, tensor=2, strategy="ring", remat="selective")),
+    ("gpt2", Layout(sequence=2, tensor=2, data=2, strategy="ring")),
+    ("llama", Layout(sequence=2, data=2, tensor=2, zero=3, num_microbatches=2, strategy="ring", overlap=True)),
+    ("llama_gqa", Layout(sequence=8, zero=1, strategy="all_gather", remat="full")),
+    ("deep", Layout(sequence=2, pipeline=2, tensor=2, num_microbatches=4, strategy="all_gather")),
+    ("llama", Layout(sequence=2, data=2, tensor=2, zero=2, num_microbatches=2, strategy="ulysses")),
+    ("deep", Layout(sequence=2, pipeline=2, data=2, zero=1, num_microbatches=2, strategy="ulysses", chunks=1)),
     # groups of ZeRO smaller than data
     ("llama", Layout(data=4, tensor=2, zero=3, group=2, num_microbatches=2)),
     ("gpt2", Layout(data=8, zero=1, group=4, num_microbatches=1, remat="full")),

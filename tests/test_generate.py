@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,8 @@ from sharded_train.collectives import TensorParallel
 from sharded_train.equivalence import MODELS, Layout, program
 from sharded_train.generate import Sampling, sample_tokens
 from sharded_train.models import decoder
-from sharded_train.models.stack import Source, run
+from sharded_train.models.stack import Source, block_of, run
+from sharded_train.ops.attention import attention
 from sharded_train.ops.linear import similarity
 from sharded_train.step import Program
 
@@ -36,7 +39,7 @@ def next_logits(model: str, tokens: np.ndarray) -> np.ndarray:
         ctx = decoder.context(p.model, positions, jnp.ones_like(tokens), positions, None)
         tp = TensorParallel()
         x = decoder.embed(p.model, weights, tokens, positions, ctx, tp)
-        block = lambda x, w, c, i: decoder.block(p.model, "xla", x, w, c, i)
+        block = block_of(decoder.branches(p.model, partial(attention, implementation="xla")))
         x = run(block, Source(weights["layers"]), x, ctx)
         x = decoder.final(p.model, x, weights, tp)
         rows = similarity(x.reshape(-1, x.shape[-1]), decoder.head(p.model, weights))

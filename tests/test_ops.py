@@ -19,6 +19,7 @@ from sharded_train import compat
 from sharded_train.collectives import TensorParallel, all_reduce
 from sharded_train.equivalence import MODELS, SEQ
 from sharded_train.models import decoder
+from sharded_train.models.stack import block_of
 from sharded_train.ops import attention, dropout, loss, rope
 from sharded_train.ops.dot import dot
 from sharded_train.ops.embedding import lookup, own_rows, take
@@ -378,7 +379,8 @@ def masks_of_the_model(data: int, tensor: int) -> list[np.ndarray]:
         ctx = decoder.context(config, positions, jnp.ones_like(numbers), numbers, jax.random.key(3))
         x = decoder.embed(config, weights, jnp.zeros_like(numbers), positions, ctx, TensorParallel())
         layer = jax.tree.map(lambda w: w[0], weights["layers"])
-        return x, *(decoder.block(config, "xla", x, layer, ctx, jnp.int32(i)) - x for i in range(2))
+        block = block_of(decoder.branches(config, functools.partial(attention.attention, implementation="xla")))
+        return x, *(block(x, layer, ctx, jnp.int32(i)) - x for i in range(2))
 
     stored = plan_of(specs, {**sizes, "sequence": 1, "pipeline": 1}, ZeroConfig(0)).stored
     out = (P("data", "tensor"),) * 3

@@ -97,12 +97,12 @@ def test_evaluation_and_generation_are_those_of_one_device() -> None:
 
     def both(p: Program) -> tuple[float, list[list[int]]]:
         weights = equivalence.weights(p)
-        loss, _ = p.eval_step(weights, jax.device_put(hard_batch(DEEP), p.batch_sharding), token_bytes)
+        loss, _ = p.eval_step(weights, equivalence.placed(p, hard_batch(DEEP)), token_bytes)
         tokens = sample_tokens(p, weights, prompt, sampling, 2, limit=DEEP.vocab_size)
         return float(loss.nll / loss.num_tokens), tokens.tolist()
 
     loss, tokens = both(alone)
-    for layout in (INTERLEAVED, UNEVEN):
+    for layout in (INTERLEAVED, UNEVEN, Layout(sequence=2, pipeline=2, tensor=2, num_microbatches=2)):
         found, same = both(equivalence.program(DEEP, layout))
         assert found == pytest.approx(loss, rel=1e-6)
         assert same == tokens

@@ -69,9 +69,10 @@ def advance(
         q, k, v = decoder.projections(config, decoder.norm(config, x, w["norm"]), w, ctx.rope)
         put = lambda places, new: lax.dynamic_update_slice_in_dim(places, new.astype(places.dtype), start, 1)
         now = Cache(put(old.k, k), put(old.v, v))
-        x = x + decoder.attention_out(config, attend(q, now.k, now.v, visible), w, WHOLE)
-        w = weights["mlp"]
-        return x + decoder.mlp(config, decoder.norm(config, x, w["norm"]), w, WHOLE), now
+        y = decoder.attention_out(config, attend(q, now.k, now.v, visible), w)
+        x, w = x + decoder.leave_with(WHOLE, y, w.get("out_bias")), weights["mlp"]
+        y = decoder.mlp_down(config, decoder.mlp_up(config, decoder.norm(config, x, w["norm"]), w), w)
+        return x + decoder.leave_with(WHOLE, y, w.get("down_bias")), now
 
     x, cache = lax.scan(layer, x, (layers, cache))
     last = decoder.final(config, x[:, -1:], outer, WHOLE)[:, 0]

@@ -15,6 +15,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from sharded_train.collectives import TensorParallel, axis_index, axis_size
+from sharded_train.models.stack import Branch
 from sharded_train.ops import rope
 from sharded_train.ops.dropout import dropout
 from sharded_train.ops.embedding import lookup, own_rows
@@ -157,26 +158,30 @@ def embed(
     return _dropped(config, x, ctx, 0)
 
 
-def block(
-    config: DecoderConfig,
-    attend: Attend,
-    x: jax.Array,
-    weights: Tree,
-    ctx: Context,
-    layer: jax.Array,
-) -> jax.Array:
-    """One layer: attention, then the MLP, each normalised before and added to the residual stream."""
+def branches(config: DecoderConfig, attend: Attend) -> tuple[Branch, Branch]:
+    """A layer: attention, then the MLP, each normalised before and added to the residual stream."""
     tp = TensorParallel()
-    with jax.named_scope("attention"):
-        w = weights["attention"]
-        q, k, v = projections(config, tp.enter(norm(config, x, w["norm"])), w, ctx.rope)
-        a = attend(q, k, v, ctx.segments)
-        x = x + _dropped(config, attention_out(config, a, w, tp), ctx, 2 * layer + 1)
-        x = checkpoint_name(x, SAVED)
-    with jax.named_scope("mlp"):
-        w = weights["mlp"]
-        y = mlp(config, tp.enter(norm(config, x, w["norm"])), w, tp)
-        return x + _dropped(config, y, ctx, 2 * layer + 2)
+
+    def branch(name: str, begin: Callable[..., Any], end: Callable[..., jax.Array], bias: str, site: int) -> Branch:
+        def leave(x: jax.Array, y: jax.Array, weights: Tree, ctx: Context, layer: jax.Array) -> jax.Array:
+            y = leave_with(tp, y, weights[name].get(bias))
+            return checkpoint_name(x + _dropped(config, y, ctx, 2 * layer + site), SAVED)
+
+        return Branch(
+            jax.named_scope(name)(lambda x, weights: norm(config, x, weights[name]["norm"])),
+            jax.named_scope(name)(tp.enter),
+            jax.named_scope(name)(lambda h, weights, ctx: begin(config, h, weights[name], ctx)),
+            jax.named_scope(name)(lambda mid, weights, ctx: end(config, mid, weights[name], ctx)),
+            jax.named_scope(name)(leave),
+        )
+
+    def attend_out(config: DecoderConfig, qkv: tuple[jax.Array, ...], w: Tree, ctx: Context) -> jax.Array:
+        return attention_out(config, attend(*qkv, ctx.segments), w)
+
+    return (
+        branch("attention", lambda c, h, w, ctx: projections(c, h, w, ctx.rope), attend_out, "out_bias", 1),
+        branch("mlp", lambda c, h, w, _: mlp_up(c, h, w), lambda c, up, w, _: mlp_down(c, up, w), "down_bias", 2),
+    )
 
 
 def defer(config: DecoderConfig, weights: Tree, rows: int, axes: tuple[str, ...]) -> Tree:
@@ -251,23 +256,31 @@ def _own_kv_heads(config: DecoderConfig, w: Any) -> Any:
     return jax.lax.dynamic_slice_in_dim(w, axis_index("tensor") * config.kv_heads // ways, 1, w.ndim - 2)
 
 
-def attention_out(config: DecoderConfig, a: jax.Array, w: Tree, tp: TensorParallel) -> jax.Array:
-    """The row-parallel product after attention: `[batch, seq, heads, head_dim]` -> the residual branch."""
+def attention_out(config: DecoderConfig, a: jax.Array, w: Tree) -> jax.Array:
+    """The row-parallel product after attention: `[batch, seq, heads, head_dim]` -> partial sums like the residual."""
     y = linear(a.reshape(-1, a.shape[2] * a.shape[3]), w["out"])
-    y = tp.leave(y.reshape(*a.shape[:2], config.d_model))
-    return y + w["out_bias"] if "out_bias" in w else y
+    return y.reshape(*a.shape[:2], config.d_model)
 
 
-def mlp(config: DecoderConfig, x: jax.Array, w: Tree, tp: TensorParallel) -> jax.Array:
-    """Column-, then row-parallel: SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU's tanh form, as GPT-2 has it."""
+def mlp_up(config: DecoderConfig, x: jax.Array, w: Tree) -> tuple[jax.Array, ...]:
+    """Column-parallel products: up, and gate where there is one, `[batch, seq, mlp]`."""
     rows = x.reshape(-1, config.d_model)
-    up = checkpoint_name(linear(rows, w["up"], w.get("up_bias")), SAVED)
-    if config.activation == "swiglu":
-        h = jax.nn.silu(checkpoint_name(linear(rows, w["gate"], w.get("gate_bias")), SAVED)) * up
-    else:
-        h = jax.nn.gelu(up, approximate=True)
-    y = tp.leave(linear(h, w["down"]).reshape(x.shape))
-    return y + w["down_bias"] if "down_bias" in w else y
+    names = ("up", "gate") if config.activation == "swiglu" else ("up",)
+    ups = (checkpoint_name(linear(rows, w[name], w.get(f"{name}_bias")), SAVED) for name in names)
+    return tuple(up.reshape(*x.shape[:2], -1) for up in ups)
+
+
+def mlp_down(config: DecoderConfig, ups: tuple[jax.Array, ...], w: Tree) -> jax.Array:
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202) or GELU's tanh form, then the row-parallel product to partial sums."""
+    up, *gate = ups
+    h = jax.nn.silu(gate[0]) * up if config.activation == "swiglu" else jax.nn.gelu(up, approximate=True)
+    return linear(h.reshape(-1, h.shape[-1]), w["down"]).reshape(*h.shape[:2], config.d_model)
+
+
+def leave_with(tp: TensorParallel, y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """The end of a branch: partial sums to their sum, and the bias that is added once."""
+    y = tp.leave(y)
+    return y if bias is None else y + bias
 
 
 def norm(config: DecoderConfig, x: jax.Array, w: Tree) -> jax.Array:
