@@ -9,6 +9,7 @@ import numpy as np
 from rich.text import Text
 
 from sharded_train import schedule_picture, schedule_verb
+from sharded_train.pipeline import Pipeline
 from sharded_train.recipe_pipeline import one_chunk_of
 from sharded_train.schedules.build import make
 from sharded_train.schedules.costs import Costs
@@ -25,8 +26,9 @@ def describe(recipe: Recipe, program: Program, parameters: Sequence[Mapping[str,
 
     Times are in units of one layer's forward of a microbatch. `layers [stage][chunk]` are numbers of layers, `loads`
     the same with the head's work in it; `padding [stage]` is how many more a stage has room for, which hold zeros.
-    `outside` are the parameters that belong to no stage: ZeRO splits their state over the stages too, and the step has
-    them whole on every stage.
+    `kept_bytes` are those of what zero_bubble leaves for the backwards of the weights, in all slots: input and
+    cotangent of every product. `outside` are the parameters that belong to no stage: ZeRO splits their state over the
+    stages too, and the step has them whole on every stage.
     """
     pipe, sizes = program.pipe, program.plan.sizes
     assert pipe is not None
@@ -39,6 +41,7 @@ def describe(recipe: Recipe, program: Program, parameters: Sequence[Mapping[str,
     total = lambda *kinds: sum(p["bytes"].get(kind, 0) for p in outside for kind in kinds)
     return {
         **facts,
+        "kept_bytes": _kept_bytes(recipe, pipe, sizes, rows),
         "layers": pipe.split.layers.tolist(),
         "padding": (pipe.num_chunks * pipe.chunk_layers - pipe.split.layers.sum(1)).tolist(),
         "loads": pipe.split.loads.tolist(),
@@ -48,6 +51,21 @@ def describe(recipe: Recipe, program: Program, parameters: Sequence[Mapping[str,
             "step_bytes": total("gathered_weights", "gradient_sums"),
         },
     }
+
+
+def _kept_bytes(recipe: Recipe, pipe: Pipeline, sizes: Mapping[str, int], rows: int) -> int:
+    """Inputs (one where products share it) and cotangents of a chunk's layers, in all slots and the one for nobody."""
+    if pipe.schedule.weights is None:
+        return 0
+    model, tensor = recipe.model, sizes["tensor"]
+    heads, kv = (n * model.dim_per_head // tensor for n in (model.num_heads, model.kv_heads))
+    kv = 0 if tensor > 1 and model.kv_heads % tensor else kv  # weights that devices share have their gradient at once
+    up = 2 if model.activation == "swiglu" else 1
+    attention = model.d_model + heads + 2 * kv + heads + model.d_model
+    mlp = model.d_model + up * model.d_ff // tensor + model.d_ff // tensor + model.d_model
+    tokens = rows * recipe.train.sequence_length // sizes["sequence"]
+    slots = (pipe.slots.num_kept + 1) * pipe.chunk_layers
+    return slots * tokens * (attention + mlp) * recipe.precision.compute_dtype.itemsize
 
 
 def picture(facts: Mapping[str, Any], width: int) -> list[Text]:

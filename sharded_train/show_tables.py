@@ -134,6 +134,9 @@ def pipeline_tables(facts: Mapping[str, Any]) -> list[Any]:
     most = max(facts["in_flight"])
     numbers.add_row("in flight", f"{most:.4g}", f"of {facts['num_microbatches']} microbatches on a stage, at most")
     numbers.add_row("send", bytes_in_words(facts["bytes_per_send"]), "of activations, on and back in every tick")
+    if kept := facts["kept_bytes"]:
+        words = "of inputs and cotangents of products, until their weights' turn"
+        numbers.add_row("kept", bytes_in_words(kept), words)
     if most := max(facts["padding"]):
         numbers.add_row("padding", f"{most} layer{'s' * (most > 1)}", "of zeros on a stage at most, as chunks differ")
     outside = facts["outside"]

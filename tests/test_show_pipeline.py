@@ -145,6 +145,35 @@ def test_many_stages_are_listed_from_both_ends() -> None:
     assert "…" in section
 
 
+@pytest.mark.parametrize("changes", [[], ["model.num_kv_heads=2"], ["model.num_kv_heads=1", "model.activation=gelu"]])
+def test_bytes_kept_for_weights_are_those_of_the_executors_buffers(changes: list[str]) -> None:
+    asked = recipe("pipeline.schedule=zero_bubble", "train.num_microbatches=8", *changes)
+    facts = describe(asked, jax.devices())["pipeline"]
+    program = program_on(asked, build_mesh(asked.mesh))
+    assert program.pipe is not None
+    params, batch = program.abstract_state.params, program.abstract_batch
+    jaxpr = jax.make_jaxpr(program.loss_and_grads)(params, batch, jax.random.key(0))
+    carried = [var.aval for var in ticks_of(jaxpr.jaxpr, program.pipe.schedule.num_ticks)]
+    buffers = (program.pipe.slots.num_kept + 1, program.pipe.chunk_layers, 16)  # tokens
+    assert program.pipe.slots.num_kept != program.pipe.slots.num_inputs
+    found = [a for a in carried if a.shape[:3] == buffers]
+    assert facts["kept_bytes"] == sum(a.size * a.dtype.itemsize for a in found) > 0
+    assert pipeline_of()["kept_bytes"] == 0
+
+
+def ticks_of(jaxpr: Any, num_ticks: int) -> list[Any]:
+    """What the loop over ticks carries."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan" and eqn.params["length"] == num_ticks:
+            first = eqn.params["num_consts"]
+            return list(eqn.invars[first : first + eqn.params["num_carry"]])
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns") and (found := ticks_of(inner, num_ticks)):
+                return found
+    return []
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 def test_the_picture_is_of_the_programs_own_table(schedule: str) -> None:
     asked = recipe(f"pipeline.schedule={schedule}", "train.num_microbatches=8")
