@@ -67,13 +67,6 @@ def cudnn_attention(direction: str, operands: Iterable[jax.Array], *, mask_type:
     return call.bind(*operands, **settings)
 
 
-def cudnn_packs() -> bool:
-    """Has cuDNN the packed layout here? From Hopper on; where a program is only compiled it is taken to have it."""
-    if jax.default_backend() != "gpu":
-        return True
-    return float(jax.local_devices()[0].compute_capability) >= 9.0
-
-
 def compile_only_devices(target: str, hosts: int, devices_per_host: int) -> list[jax.Device]:
     """Devices that programs can be compiled for and nothing else, `process_index` being the host.
 

@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sharded_train import compat
-from sharded_train.collectives import axis_size
+from sharded_train.collectives import axis_size, pass_on
 from sharded_train.ops import attention as whole
 from sharded_train.ops import cudnn, zigzag
 from sharded_train.ops.saved import SAVED
@@ -155,7 +155,8 @@ def _backward_rule(
     kernel: whole.Kernel, strategy: Strategy, saved: tuple[jax.Array, ...], d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, segments, out, lse = saved
-    edges, kv, ring = zigzag.edges_of(segments), jnp.stack([k, v]), strategy == "ring"
+    edges, ring = zigzag.edges_of(segments), strategy == "ring"
+    kv = lax.optimization_barrier(jnp.stack([k, v]))  # else XLA may keep what the forward pass has received
     size, chunk = axis_size(AXIS), q.shape[1] // 2
 
     def through(kv: jax.Array, r: Any) -> tuple[jax.Array, jax.Array]:
@@ -177,7 +178,7 @@ def _backward_rule(
     def turn(state: State, kv: jax.Array, r: Any) -> State:
         d_q, sums = state
         if ring:
-            sums = _hop(sums)  # travels behind its keys: as late as the turn that adds to it
+            sums = pass_on(sums, AXIS)  # travels behind its keys: as late as the turn that adds to it
         now_q, now_kv = through(kv, r)
         if ring:
             return d_q + now_q, sums + now_kv
@@ -185,7 +186,7 @@ def _backward_rule(
 
     d_q, sums = _turns(strategy, kv, first, turn)
     # What is local comes last, so that it can hide the way home of the gradients.
-    sums = _hop(sums) if ring else lax.psum_scatter(sums, AXIS, scatter_dimension=0)
+    sums = pass_on(sums, AXIS) if ring else lax.psum_scatter(sums, AXIS, scatter_dimension=0)
     own_q, own_k, own_v = zigzag.own_backward(q, k, v, segments, out, lse, d_out, kernel)
     d_q, d_k, d_v = d_q + own_q, sums[0] + own_k, sums[1] + own_v
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
@@ -207,21 +208,16 @@ def _turns(
         of = lambda r: lax.dynamic_index_in_dim(everything, zigzag.source(r), 0, keepdims=False)
         by_turn = lambda state, r: (turn(state, of(r), r), None)
         return lax.scan(by_turn, first(of(1), 1), jnp.arange(2, last + 1))[0]
-    kv = _hop(kv)
-    following = kv if last == 1 else _hop(kv)
+    kv = pass_on(kv, AXIS)
+    following = kv if last == 1 else pass_on(kv, AXIS)
     state = first(kv, 1)
     if last == 1:
         return state
 
     def by_hop(carry: tuple[State, jax.Array], r: jax.Array) -> tuple[tuple[State, jax.Array], None]:
         state, kv = carry
-        return (turn(state, kv, r), _hop(kv)), None
+        return (turn(state, kv, r), pass_on(kv, AXIS)), None
 
     if last > 2:
         (state, following), _ = lax.scan(by_hop, (state, following), jnp.arange(2, last))
     return turn(state, following, last)
-
-
-def _hop(x: jax.Array) -> jax.Array:
-    size = axis_size(AXIS)
-    return lax.ppermute(x, AXIS, [(i, (i + 1) % size) for i in range(size)])

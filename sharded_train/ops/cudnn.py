@@ -7,7 +7,7 @@ returns the logsumexp in fp32, the backward pass starts from it, and documents a
 q and out are `[batch, seq, heads, head_dim]`, k and v `[batch, keys, kv_heads, head_dim]`, bf16 or fp16; lse is
 `[batch, heads, seq]` fp32. The calls are for one device: inside the manual `jax.shard_map`, not under the partitioner.
 
-**Compiled for GPUs, never run on one by us.** `cudnn_check.check` compares it all with plain XLA, and raises.
+**Compiled for GPUs, never run on one by us.** `attention_check` compares it all with plain XLA, and raises.
 """
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ FP32 = jnp.dtype(jnp.float32)
 MOST_DOCUMENTS = 64  # a row, unless told; each costs `heads * seq` fp32 numbers beside the output, and an idle kernel
 OUT_OF_SIGHT = 1e30  # the logsumexp of a query that sees nothing: exp(score - lse) is 0
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def packs() -> bool:
+    """Has cuDNN the packed layout here? From Hopper on; where a program is only compiled it is taken to have it."""
+    if jax.default_backend() != "gpu":
+        return True
+    return float(jax.local_devices()[0].compute_capability) >= 9.0
 
 
 class Documents(NamedTuple):
@@ -62,7 +69,7 @@ def forward(
     """
     if limit == 1:
         return _forward(q, k, v, "CAUSAL", window=window)
-    if not compat.cudnn_packs():
+    if not packs():
         return _forward(q, k, v, "NO_MASK", bias=_bias(segments, window, q.dtype))
     docs = documents(segments, limit)
     out, stats = _forward(q, k, v, "PADDING_CAUSAL", *_packed(docs, q, k), window=window)
@@ -84,7 +91,7 @@ def backward(
     """Gradients of q, k and v in their dtypes."""
     if limit == 1:
         return _backward(q, k, v, out, lse, d_out, "CAUSAL", window=window)
-    if not compat.cudnn_packs():
+    if not packs():
         return _backward(q, k, v, out, lse, d_out, "NO_MASK", bias=_bias(segments, window, q.dtype))
     docs, (batch, heads, seq) = documents(segments, limit), lse.shape
     by_token = lse.transpose(0, 2, 1).reshape(batch * seq, heads)
