@@ -60,6 +60,27 @@ def own_part(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, axis_index(axis) * part, part, dim)
 
 
+def pass_on(x: jax.Array, axis: str) -> jax.Array:
+    """Round the ring: every device gets what the one before it on the axis has.
+
+    Over a pipeline this stands in a branch that the devices of one stage take. XLA's CPU back end waits at a permutation
+    for every device of the mesh, and for a gather only for those of the group: there it is one.
+    """
+    size = axis_size(axis)
+    permuted = lambda x: lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
+    if not _in_a_stage():
+        return permuted(x)
+    before = lambda x: lax.all_gather(x, axis)[(axis_index(axis) - 1) % size]
+    return lax.platform_dependent(x, cpu=before, default=permuted)  # type: ignore[no-any-return]
+
+
+def _in_a_stage() -> bool:
+    try:
+        return axis_size("pipeline") > 1
+    except NameError:  # not on a mesh that has such an axis
+        return False
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorParallel:
     """What stands at the borders of Megatron's column- and row-parallel products (arXiv:1909.08053, 2205.05198).

@@ -59,6 +59,7 @@ CASES = [
     ("llama", Layout(sequence=2, data=2, tensor=2, zero=3, num_microbatches=2, strategy="ring", overlap=True)),
     ("llama_gqa", Layout(sequence=8, zero=1, strategy="all_gather", remat="full")),
     ("deep", Layout(sequence=2, pipeline=2, tensor=2, num_microbatches=4, strategy="all_gather")),
+    ("llama", Layout(sequence=4, pipeline=2, num_microbatches=2, strategy="ring", schedule="gpipe")),
     ("llama", Layout(sequence=2, data=2, tensor=2, zero=2, num_microbatches=2, strategy="ulysses")),
     ("deep", Layout(sequence=2, pipeline=2, data=2, zero=1, num_microbatches=2, strategy="ulysses", chunks=1)),
     # groups of ZeRO smaller than data
