@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from sharded_train import __version__, launch, options
 from sharded_train.config import repeated, split_arguments, to_dict
-from sharded_train.config_values import did_you_mean
-from sharded_train.errors import ConfigError
+from sharded_train.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from sharded_train.recipe import Recipe

@@ -63,8 +63,8 @@ def own_part(x: jax.Array, axis: str, dim: int) -> jax.Array:
 def pass_on(x: jax.Array, axis: str) -> jax.Array:
     """Round the ring: every device gets what the one before it on the axis has.
 
-    Over a pipeline this stands in a branch that the devices of one stage take. XLA's CPU back end waits at a permutation
-    for every device of the mesh, and for a gather only for those of the group: there it is one.
+    Over a pipeline this stands in a branch that the devices of one stage take. XLA's CPU back end waits at a
+    permutation for every device of the mesh, and for a gather only for those of the group: there it is one.
     """
     size = axis_size(axis)
     permuted = lambda x: lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])

@@ -15,8 +15,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from sharded_train.config_values import did_you_mean, shown
-from sharded_train.errors import ConfigError
+from sharded_train.config_values import shown
+from sharded_train.errors import ConfigError, did_you_mean
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # is there when the project runs from its repository
 

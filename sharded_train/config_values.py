@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable
 from typing import Any
+
+from sharded_train.errors import did_you_mean
 
 LARGEST = 3.4e38  # what the run computes with is fp32
 
@@ -84,12 +84,6 @@ def shown(value: Any) -> str:
     """A value as people would write it, on one line and not too long."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean X?" when a known word is near, else nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def is_union(hint: Any) -> bool:

@@ -17,8 +17,8 @@ import numpy as np
 
 from sharded_train.local import AttentionConfig
 from sharded_train.mesh import MeshConfig, build_mesh
+from sharded_train.models.block import Remat
 from sharded_train.models.decoder import DecoderConfig
-from sharded_train.models.stack import Remat
 from sharded_train.optimizer import SGD, Constant
 from sharded_train.params import named_leaves
 from sharded_train.pipeline import PipelineConfig

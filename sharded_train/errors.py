@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 class ConfigError(ValueError):
@@ -15,3 +16,9 @@ class ConfigError(ValueError):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         assert self.problems, "a ConfigError needs at least one problem"
         super().__init__("\n".join(self.problems))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean X?" when a known word is near, else nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

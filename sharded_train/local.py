@@ -19,7 +19,8 @@ from jax import lax
 from sharded_train import compat
 from sharded_train.collectives import TensorParallel, axis_index, index_of
 from sharded_train.models import decoder, stack
-from sharded_train.models.stack import Remat, Source
+from sharded_train.models.block import Block, Remat, block_of, in_halves, rematerialized
+from sharded_train.models.stack import Source
 from sharded_train.ops import zigzag
 from sharded_train.ops.loss import cross_entropy
 from sharded_train.params import Tree
@@ -151,11 +152,11 @@ class Local:
 
     # ---- parts of the model ---------------------------------------------------------------------------------------
 
-    def block(self, rows: int, *, halves: bool = True) -> stack.Block:
+    def block(self, rows: int, *, halves: bool = True) -> Block:
         """A layer, for so many rows; without `halves` always on all of them at once."""
         branches = decoder.branches(self.model, self.attend)
-        block = (stack.in_halves if halves and self.in_halves(rows) else stack.block_of)(branches)
-        return stack.rematerialized(block, self.train.remat)
+        block = (in_halves if halves and self.in_halves(rows) else block_of)(branches)
+        return rematerialized(block, self.train.remat)
 
     def context(self, microbatch: Microbatch, key: jax.Array | None) -> decoder.Context:
         rows, numbers = microbatch

@@ -70,7 +70,7 @@ def entries(those: list[Collective]) -> Counter[str]:
     for each in those:
         for member in each.members:
             if member.bytes > FEW:
-                count[member.dtype] += max(member.given.size, member.got.size) * each.times
+                count[member.dtype] += int(max(member.given.size, member.got.size) * each.times)
     return count
 
 

@@ -15,7 +15,8 @@ from sharded_train.collectives import TensorParallel
 from sharded_train.equivalence import MODELS, Layout, program
 from sharded_train.generate import Sampling, sample_tokens
 from sharded_train.models import decoder
-from sharded_train.models.stack import Source, block_of, run
+from sharded_train.models.block import block_of
+from sharded_train.models.stack import Source, run
 from sharded_train.ops.attention import attention
 from sharded_train.ops.linear import similarity
 from sharded_train.step import Program

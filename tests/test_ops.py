@@ -19,7 +19,7 @@ from sharded_train import compat
 from sharded_train.collectives import TensorParallel, all_reduce
 from sharded_train.equivalence import MODELS, SEQ
 from sharded_train.models import decoder
-from sharded_train.models.stack import block_of
+from sharded_train.models.block import block_of
 from sharded_train.ops import attention, dropout, loss, rope
 from sharded_train.ops.dot import dot
 from sharded_train.ops.embedding import lookup, own_rows, take

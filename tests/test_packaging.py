@@ -24,7 +24,10 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 # Sites that a comment or a page may name; no package registry belongs here.
-KNOWN_SITES = {"arxiv.org", "www.apache.org", "www.w3.org", "keepachangelog.com", "semver.org", "localhost", "127.0.0.1"}
+KNOWN_SITES = {
+    *("arxiv.org", "www.apache.org", "www.w3.org", "keepachangelog.com", "semver.org"),
+    *("localhost", "127.0.0.1"),
+}
 URL = re.compile(r"https?://([\w.-]+)")
 REGISTRY = re.compile(r"python[h]osted|pypi[.]org|npm[j]s")
 MACHINE_PATH = re.compile(r"(?<![\w.$}])/(?:root|work|home/\w+|Users/\w+)/")

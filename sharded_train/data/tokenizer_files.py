@@ -13,8 +13,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from sharded_train.config_values import did_you_mean
-from sharded_train.errors import ConfigError
+from sharded_train.errors import ConfigError, did_you_mean
 
 NUM_BYTES = 256
 _KNOWN_ENDS = ("<|end_of_text|>", "<|endoftext|>", "<|eos|>", "<eos>", "</s>", "[SEP]")

@@ -15,7 +15,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from sharded_train.collectives import TensorParallel, axis_index, axis_size
-from sharded_train.models.stack import Branch
+from sharded_train.models.block import Branch
 from sharded_train.ops import rope
 from sharded_train.ops.dropout import dropout
 from sharded_train.ops.embedding import lookup, own_rows
@@ -167,16 +167,18 @@ def branches(config: DecoderConfig, attend: Attend) -> tuple[Branch, Branch]:
             y = leave_with(tp, y, weights[name].get(bias))
             return checkpoint_name(x + _dropped(config, y, ctx, 2 * layer + site), SAVED)
 
+        scoped: Any = jax.named_scope(name)
         return Branch(
-            jax.named_scope(name)(lambda x, weights: norm(config, x, weights[name]["norm"])),
-            jax.named_scope(name)(tp.enter),
-            jax.named_scope(name)(lambda h, weights, ctx: begin(config, h, weights[name], ctx)),
-            jax.named_scope(name)(lambda mid, weights, ctx: end(config, mid, weights[name], ctx)),
-            jax.named_scope(name)(leave),
+            scoped(lambda x, weights: norm(config, x, weights[name]["norm"])),
+            scoped(tp.enter),
+            scoped(lambda h, weights, ctx: begin(config, h, weights[name], ctx)),
+            scoped(lambda mid, weights, ctx: end(config, mid, weights[name], ctx)),
+            scoped(leave),
         )
 
     def attend_out(config: DecoderConfig, qkv: tuple[jax.Array, ...], w: Tree, ctx: Context) -> jax.Array:
-        return attention_out(config, attend(*qkv, ctx.segments), w)
+        q, k, v = qkv
+        return attention_out(config, attend(q, k, v, ctx.segments), w)
 
     return (
         branch("attention", lambda c, h, w, ctx: projections(c, h, w, ctx.rope), attend_out, "out_bias", 1),

@@ -5,15 +5,15 @@ all of the memory that ZeRO-3 saves. Here the backward pass gets a layer's weigh
 the forward pass only values that depend on activations. Which of those are kept is the rematerialisation policy's
 choice, so that policies and ZeRO know nothing of each other.
 
-Communication hides behind products in two ways, both of which are here: `Source.ahead` fetches a layer's weights while
-the layer before is worked on, and `in_halves` works on two halves of the rows, each with collectives of its own.
+Communication hides behind products in two ways: `Source.ahead` fetches a layer's weights while the layer before is
+worked on, and `block.in_halves` works on two halves of the rows, each with collectives of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,76 +21,13 @@ from jax import lax
 
 from sharded_train import compat
 from sharded_train.in_place import in_place_if
-from sharded_train.ops.saved import SAVED
+from sharded_train.models.block import Block
 from sharded_train.params import Tree
 
-Remat = Literal["none", "selective", "full"]
-Block = Callable[[jax.Array, Any, Any, jax.Array], jax.Array]  # (x, weights, context, layer) -> x
 Collect = Callable[
     [Tree, jax.Array], tuple[Tree, Tree]
 ]  # (gradients of a layer, its place) -> what is summed, and kept
 Saved = tuple[list[jax.Array], list[jax.Array] | None]  # of layers [layers, ...]; of the last one, if it is by itself
-
-
-def rematerialized(block: Block, remat: Remat) -> Block:
-    """`block` keeping for its backward pass: everything, the named values (matrix products), or its input alone."""
-    if remat == "none":
-        return block
-    keep = jax.checkpoint_policies.save_only_these_names(SAVED) if remat == "selective" else None
-    return jax.checkpoint(block, policy=keep, prevent_cse=False)  # type: ignore[no-any-return]
-
-
-class Branch(NamedTuple):
-    """Half a layer, a residual branch: it communicates where it is entered and left, and only works between."""
-
-    normed: Callable[[jax.Array, Tree], jax.Array]  # (x, weights) -> n
-    enter: Callable[[jax.Array], jax.Array]  # n -> h
-    begin: Callable[[jax.Array, Tree, Any], Any]  # (h, weights, context) -> middle
-    end: Callable[[Any, Tree, Any], jax.Array]  # (middle, weights, context) -> y
-    leave: Callable[..., jax.Array]  # (x, y, weights, context, layer) -> x
-
-
-def block_of(branches: Sequence[Branch]) -> Block:
-    """A layer of these branches, one after another."""
-
-    def block(x: jax.Array, weights: Tree, context: Any, layer: jax.Array) -> jax.Array:
-        for branch in branches:
-            middle = branch.begin(branch.enter(branch.normed(x, weights)), weights, context)
-            x = branch.leave(x, branch.end(middle, weights, context), weights, context, layer)
-        return x
-
-    return block
-
-
-def in_halves(branches: Sequence[Branch]) -> Block:
-    """The same on two halves of the rows in turn: one leaves its branch while the other begins the work of its own, and
-    enters the next while the other ends it.
-
-    The order is forced, and the pullback goes the same way back: otherwise XLA works on both halves alike, and both
-    wait for the network at the same time.
-    """
-
-    def block(x: jax.Array, weights: Tree, context: Any, layer: jax.Array) -> jax.Array:
-        rows = x.shape[0]
-        assert rows % 2 == 0, x.shape
-        of = lambda half: lambda a: a[half] if a.ndim and a.shape[0] == rows else a  # all but a key is of the rows
-        halves = (slice(0, rows // 2), slice(rows // 2, rows))
-        xs, contexts = [x[half] for half in halves], [jax.tree.map(of(half), context) for half in halves]
-        turns = [(branch, i) for branch in branches for i in (0, 1)]
-        h, y = branches[0].enter(branches[0].normed(xs[0], weights)), None
-        for turn, (branch, i) in enumerate(turns):
-            middle, other = branch.begin(h, weights, contexts[i]), 1 - i
-            if y is not None:
-                xs[other] = turns[turn - 1][0].leave(xs[other], y, weights, contexts[other], layer)
-            if turn + 1 < len(turns):
-                following = turns[turn + 1][0]
-                n, middle = lax.optimization_barrier((following.normed(xs[other], weights), middle))
-                h = following.enter(n)
-            y = branch.end(middle, weights, contexts[i])
-        xs[1] = branches[-1].leave(xs[1], y, weights, contexts[1], layer)
-        return jnp.concatenate(xs)
-
-    return block
 
 
 @dataclasses.dataclass(frozen=True)

@@ -147,7 +147,7 @@ def _forward(
 
     own = zigzag.own_forward(q, k, v, segments, kernel)
     state = tuple(zip(jnp.split(own[0].astype(FP32), 2, 1), jnp.split(own[1], 2, 2), strict=True))
-    (out, lse), (out_last, lse_last) = _turns(strategy, jnp.stack([k, v]), functools.partial(turn, state), turn)
+    (out, lse), (out_last, lse_last) = _turns(strategy, jnp.stack([k, v]), state, turn, turn)
     return jnp.concatenate([out, out_last], 1).astype(q.dtype), jnp.concatenate([lse, lse_last], 2)
 
 
@@ -168,7 +168,7 @@ def _backward_rule(
         d_kv = jnp.stack([d_k, d_v]).astype(FP32)
         return zigzag.of_queries(d_q.astype(FP32), sight), zigzag.of_keys(d_kv, sight)
 
-    def first(kv: jax.Array, r: Any) -> State:
+    def first(_: State, kv: jax.Array, r: Any) -> State:
         d_q, d_kv = through(kv, r)
         if ring:
             return d_q, d_kv
@@ -184,7 +184,7 @@ def _backward_rule(
             return d_q + now_q, sums + now_kv
         return d_q + now_q, lax.dynamic_update_index_in_dim(sums, now_kv, zigzag.source(r), 0)
 
-    d_q, sums = _turns(strategy, kv, first, turn)
+    d_q, sums = _turns(strategy, kv, (), first, turn)
     # What is local comes last, so that it can hide the way home of the gradients.
     sums = pass_on(sums, AXIS) if ring else lax.psum_scatter(sums, AXIS, scatter_dimension=0)
     own_q, own_k, own_v = zigzag.own_backward(q, k, v, segments, out, lse, d_out, kernel)
@@ -198,26 +198,29 @@ _in_turns.defvjp(_forward_rule, _backward_rule)
 def _turns(
     strategy: Strategy,
     kv: jax.Array,
-    first: Callable[[jax.Array, Any], State],
+    state: State,
+    first: Callable[[State, jax.Array, Any], State],
     turn: Callable[[State, jax.Array, Any], State],
 ) -> State:
-    """`first`, then `turn`, with the keys and values of the device r places before. A hop spans the turn before."""
+    """`first`, then `turn`, with the keys and values of the device r places before.
+
+    A hop spans the turn before, the first one what makes `state`.
+    """
     last = axis_size(AXIS) - 1
     if strategy == "all_gather":
         everything = lax.all_gather(kv, AXIS)
         of = lambda r: lax.dynamic_index_in_dim(everything, zigzag.source(r), 0, keepdims=False)
         by_turn = lambda state, r: (turn(state, of(r), r), None)
-        return lax.scan(by_turn, first(of(1), 1), jnp.arange(2, last + 1))[0]
-    kv = pass_on(kv, AXIS)
-    following = kv if last == 1 else pass_on(kv, AXIS)
-    state = first(kv, 1)
+        return lax.scan(by_turn, first(state, of(1), 1), jnp.arange(2, last + 1))[0]
+    kv, state = lax.optimization_barrier((pass_on(kv, AXIS), state))  # else two hops may go while one is hidden
     if last == 1:
-        return state
+        return first(state, kv, 1)
 
     def by_hop(carry: tuple[State, jax.Array], r: jax.Array) -> tuple[tuple[State, jax.Array], None]:
         state, kv = carry
         return (turn(state, kv, r), pass_on(kv, AXIS)), None
 
+    carry = first(state, kv, 1), pass_on(kv, AXIS)
     if last > 2:
-        (state, following), _ = lax.scan(by_hop, (state, following), jnp.arange(2, last))
-    return turn(state, following, last)
+        carry, _ = lax.scan(by_hop, carry, jnp.arange(2, last))
+    return turn(*carry, last)

@@ -28,6 +28,7 @@ from sharded_train.gradients import FP32, add, float32, local_zeros, settled_zer
 from sharded_train.in_place import in_place_if
 from sharded_train.local import Batch, Local, Loss, Microbatch
 from sharded_train.models import decoder, stack
+from sharded_train.models.block import Block
 from sharded_train.models.stack import Source
 from sharded_train.params import Tree
 from sharded_train.pipeline.stages import Pipeline
@@ -138,7 +139,7 @@ class _Stage:
         return self.pipe.schedule.weights is not None
 
     @property
-    def block(self) -> stack.Block:
+    def block(self) -> Block:
         return self.local.block(self.microbatches.numbers.shape[1], halves=not self.defers)
 
     # ---- tables and buffers -----------------------------------------------------------------------------------------

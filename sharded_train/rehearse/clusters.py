@@ -22,9 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sharded_train.config_values import did_you_mean
 from sharded_train.devices import DEVICES, Device
-from sharded_train.errors import ConfigError
+from sharded_train.errors import ConfigError, did_you_mean
 
 EXAMPLE = "h100:8x8"
 MOST_DEVICES = 2**17

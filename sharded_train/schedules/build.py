@@ -15,8 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sharded_train.config_values import did_you_mean
-from sharded_train.errors import ConfigError
+from sharded_train.errors import ConfigError, did_you_mean
 from sharded_train.schedules.costs import Costs
 from sharded_train.schedules.fill import filled
 from sharded_train.schedules.table import NONE, Schedule

@@ -1,0 +1,79 @@
+"""A layer of residual branches, on all rows at once or on two halves of them in turn, and what it keeps of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharded_train.ops.saved import SAVED
+from sharded_train.params import Tree
+
+Remat = Literal["none", "selective", "full"]
+Block = Callable[[jax.Array, Any, Any, jax.Array], jax.Array]  # (x, weights, context, layer) -> x
+
+
+def rematerialized(block: Block, remat: Remat) -> Block:
+    """`block` keeping for its backward pass: everything, the named values (matrix products), or its input alone."""
+    if remat == "none":
+        return block
+    keep = jax.checkpoint_policies.save_only_these_names(SAVED) if remat == "selective" else None
+    return jax.checkpoint(block, policy=keep, prevent_cse=False)  # type: ignore[no-any-return]
+
+
+class Branch(NamedTuple):
+    """Half a layer, a residual branch: it communicates where it is entered and left, and only works between."""
+
+    normed: Callable[[jax.Array, Tree], jax.Array]  # (x, weights) -> n
+    enter: Callable[[jax.Array], jax.Array]  # n -> h
+    begin: Callable[[jax.Array, Tree, Any], Any]  # (h, weights, context) -> middle
+    end: Callable[[Any, Tree, Any], jax.Array]  # (middle, weights, context) -> y
+    leave: Callable[..., jax.Array]  # (x, y, weights, context, layer) -> x
+
+
+def block_of(branches: Sequence[Branch]) -> Block:
+    """A layer of these branches, one after another."""
+
+    def block(x: jax.Array, weights: Tree, context: Any, layer: jax.Array) -> jax.Array:
+        for branch in branches:
+            middle = branch.begin(branch.enter(branch.normed(x, weights)), weights, context)
+            x = branch.leave(x, branch.end(middle, weights, context), weights, context, layer)
+        return x
+
+    return block
+
+
+def in_halves(branches: Sequence[Branch]) -> Block:
+    """The same on two halves of the rows in turn: one leaves its branch while the other begins the work of its own, and
+    enters the next while the other ends it.
+
+    The order is forced, and the pullback goes the same way back: otherwise XLA works on both halves alike, and both
+    wait for the network at the same time.
+    """
+
+    def block(x: jax.Array, weights: Tree, context: Any, layer: jax.Array) -> jax.Array:
+        rows = x.shape[0]
+        assert rows % 2 == 0, x.shape
+        of = lambda half: lambda a: a[half] if a.ndim and a.shape[0] == rows else a  # all but a key is of the rows
+        halves = (slice(0, rows // 2), slice(rows // 2, rows))
+        xs, contexts = [x[half] for half in halves], [jax.tree.map(of(half), context) for half in halves]
+        turns = [(branch, i) for branch in branches for i in (0, 1)]
+        h, y = branches[0].enter(branches[0].normed(xs[0], weights)), None
+        for turn, (branch, i) in enumerate(turns):
+            middle, other = branch.begin(h, weights, contexts[i]), 1 - i
+            if y is not None:
+                xs[other] = turns[turn - 1][0].leave(xs[other], y, weights, contexts[other], layer)
+            if turn + 1 < len(turns):
+                following = turns[turn + 1][0]
+                n, middle = lax.optimization_barrier((following.normed(xs[other], weights), middle))
+                h = following.enter(n)
+            y = branch.end(middle, weights, contexts[i])
+            if turn + 1 < len(turns):
+                h, y = lax.optimization_barrier((h, y))
+        xs[1] = branches[-1].leave(xs[1], y, weights, contexts[1], layer)
+        return jnp.concatenate(xs)
+
+    return block
