@@ -168,12 +168,12 @@ def _backward_rule(
         d_kv = jnp.stack([d_k, d_v]).astype(FP32)
         return zigzag.of_queries(d_q.astype(FP32), sight), zigzag.of_keys(d_kv, sight)
 
-    def first(_: State, kv: jax.Array, r: Any) -> State:
+    def first(own_q: jax.Array, kv: jax.Array, r: Any) -> State:
         d_q, d_kv = through(kv, r)
         if ring:
-            return d_q, d_kv
+            return own_q + d_q, d_kv
         nothing = compat.vary(jnp.zeros((size, *d_kv.shape), FP32), compat.varying_axes(d_kv))
-        return d_q, lax.dynamic_update_index_in_dim(nothing, d_kv, zigzag.source(r), 0)
+        return own_q + d_q, lax.dynamic_update_index_in_dim(nothing, d_kv, zigzag.source(r), 0)
 
     def turn(state: State, kv: jax.Array, r: Any) -> State:
         d_q, sums = state
@@ -184,11 +184,10 @@ def _backward_rule(
             return d_q + now_q, sums + now_kv
         return d_q + now_q, lax.dynamic_update_index_in_dim(sums, now_kv, zigzag.source(r), 0)
 
-    d_q, sums = _turns(strategy, kv, (), first, turn)
-    # What is local comes last, so that it can hide the way home of the gradients.
-    sums = pass_on(sums, AXIS) if ring else lax.psum_scatter(sums, AXIS, scatter_dimension=0)
     own_q, own_k, own_v = zigzag.own_backward(q, k, v, segments, out, lse, d_out, kernel)
-    d_q, d_k, d_v = d_q + own_q, sums[0] + own_k, sums[1] + own_v
+    d_q, sums = _turns(strategy, kv, own_q.astype(FP32), first, turn)
+    sums = pass_on(sums, AXIS) if ring else lax.psum_scatter(sums, AXIS, scatter_dimension=0)
+    d_k, d_v = sums[0] + own_k, sums[1] + own_v
     return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
 
 
@@ -199,28 +198,25 @@ def _turns(
     strategy: Strategy,
     kv: jax.Array,
     state: State,
-    first: Callable[[State, jax.Array, Any], State],
-    turn: Callable[[State, jax.Array, Any], State],
+    first: Callable[..., State],
+    turn: Callable[..., State],
 ) -> State:
     """`first`, then `turn`, with the keys and values of the device r places before.
 
-    A hop spans the turn before, the first one what makes `state`.
+    Each hop spans one block: the first what makes `state`, the others the turn before. Else XLA may send twice while
+    it computes once, as keys depend on nothing that is computed.
     """
-    last = axis_size(AXIS) - 1
+    last, together = axis_size(AXIS) - 1, lax.optimization_barrier
     if strategy == "all_gather":
         everything = lax.all_gather(kv, AXIS)
         of = lambda r: lax.dynamic_index_in_dim(everything, zigzag.source(r), 0, keepdims=False)
         by_turn = lambda state, r: (turn(state, of(r), r), None)
         return lax.scan(by_turn, first(state, of(1), 1), jnp.arange(2, last + 1))[0]
-    kv, state = lax.optimization_barrier((pass_on(kv, AXIS), state))  # else two hops may go while one is hidden
+    state, kv = together((state, pass_on(kv, AXIS)))
     if last == 1:
         return first(state, kv, 1)
-
-    def by_hop(carry: tuple[State, jax.Array], r: jax.Array) -> tuple[tuple[State, jax.Array], None]:
-        state, kv = carry
-        return (turn(state, kv, r), pass_on(kv, AXIS)), None
-
-    carry = first(state, kv, 1), pass_on(kv, AXIS)
+    by_hop = lambda carry, r: (together((turn(*carry, r), pass_on(carry[1], AXIS))), None)
+    carry = together((first(state, kv, 1), pass_on(kv, AXIS)))
     if last > 2:
         carry, _ = lax.scan(by_hop, carry, jnp.arange(2, last))
     return turn(*carry, last)
