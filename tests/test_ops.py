@@ -380,7 +380,7 @@ def masks_of_the_model(data: int, tensor: int) -> list[np.ndarray]:
         x = decoder.embed(config, weights, jnp.zeros_like(numbers), positions, ctx, TensorParallel())
         layer = jax.tree.map(lambda w: w[0], weights["layers"])
         block = block_of(decoder.branches(config, functools.partial(attention.attention, implementation="xla")))
-        return x, *(block(x, layer, ctx, jnp.int32(i)) - x for i in range(2))
+        return x, *(block(x, layer, ctx, jnp.int32(i), None) - x for i in range(2))
 
     stored = plan_of(specs, {**sizes, "sequence": 1, "pipeline": 1}, ZeroConfig(0)).stored
     out = (P("data", "tensor"),) * 3

@@ -13,7 +13,7 @@ from sharded_train.ops.saved import SAVED
 from sharded_train.params import Tree
 
 Remat = Literal["none", "selective", "full"]
-Block = Callable[[jax.Array, Any, Any, jax.Array], jax.Array]  # (x, weights, context, layer) -> x
+Block = Callable[[jax.Array, Any, Any, jax.Array, Any], jax.Array]  # (x, weights, context, layer, beside) -> x
 
 
 def rematerialized(block: Block, remat: Remat) -> Block:
@@ -37,13 +37,30 @@ class Branch(NamedTuple):
 def block_of(branches: Sequence[Branch]) -> Block:
     """A layer of these branches, one after another."""
 
-    def block(x: jax.Array, weights: Tree, context: Any, layer: jax.Array) -> jax.Array:
-        for branch in branches:
+    def block(x: jax.Array, weights: Tree, context: Any, layer: jax.Array, beside: Tree) -> jax.Array:
+        for number, branch in enumerate(branches):
+            if number == 1:
+                x = _back_after(x, beside)
             middle = branch.begin(branch.enter(branch.normed(x, weights)), weights, context)
             x = branch.leave(x, branch.end(middle, weights, context), weights, context, layer)
         return x
 
     return block
+
+
+@jax.custom_vjp
+def _back_after(x: jax.Array, beside: Tree) -> jax.Array:
+    """x; going back, not before what is beside is there.
+
+    That is what is communicated while this layer is worked on. Otherwise jax 0.12 begins with it only when all products
+    of the layer have ended.
+    """
+    return x
+
+
+_back_after.defvjp(
+    lambda x, beside: (x, beside), lambda beside, d_x: (lax.optimization_barrier((d_x, beside))[0], None)
+)
 
 
 def in_halves(branches: Sequence[Branch]) -> Block:
@@ -54,7 +71,7 @@ def in_halves(branches: Sequence[Branch]) -> Block:
     wait for the network at the same time.
     """
 
-    def block(x: jax.Array, weights: Tree, context: Any, layer: jax.Array) -> jax.Array:
+    def block(x: jax.Array, weights: Tree, context: Any, layer: jax.Array, beside: Tree) -> jax.Array:
         rows = x.shape[0]
         assert rows % 2 == 0, x.shape
         of = lambda half: lambda a: a[half] if a.ndim and a.shape[0] == rows else a  # all but a key is of the rows
@@ -66,6 +83,8 @@ def in_halves(branches: Sequence[Branch]) -> Block:
             middle, other = branch.begin(h, weights, contexts[i]), 1 - i
             if y is not None:
                 xs[other] = turns[turn - 1][0].leave(xs[other], y, weights, contexts[other], layer)
+            if turn == 1:
+                xs[0] = _back_after(xs[0], beside)
             if turn + 1 < len(turns):
                 following = turns[turn + 1][0]
                 n, middle = lax.optimization_barrier((following.normed(xs[other], weights), middle))

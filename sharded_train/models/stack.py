@@ -81,7 +81,7 @@ def run(block: Block, source: Source, x: jax.Array, context: Any) -> jax.Array:
 
     `context` is what all layers see and nothing is differentiated by.
     """
-    visit = lambda x, weights, layer: (block(x, weights, context, source.first + layer), None)
+    visit = lambda x, weights, layer: (block(x, weights, context, source.first + layer, None), None)
     return _upwards(visit, x, source)[0]  # type: ignore[no-any-return]
 
 
@@ -95,7 +95,7 @@ def forward(
 
     def visit(carry: Any, weights: Tree, layer: jax.Array) -> tuple[Any, list[jax.Array]]:
         x, keep = carry
-        args = (x, weights, context, source.first + layer)
+        args = (x, weights, context, source.first + layer, None)
         (y, pullback), kept = _vjp(block, *args), _depends_on_x(block, *args)
         saved = [leaf for leaf, keep_it in zip(jax.tree.leaves(pullback), kept, strict=True) if keep_it]
         if keep is not None:
@@ -125,19 +125,16 @@ def backward(
     """
     anything = jnp.zeros_like(d_y)  # stands for x: every value that depends on it is replaced by the saved one
 
-    def visit(carry: Any, weights: Tree, layer: jax.Array, saved: list[jax.Array]) -> Any:
-        d_x, sums = carry
-        args = (anything, weights, context, source.first + layer)
+    def pull(d_x: jax.Array, weights: Tree, layer: jax.Array, saved: list[jax.Array], beside: Tree) -> tuple[Any, Tree]:
+        args = (anything, weights, context, source.first + layer, beside)
         again, treedef = jax.tree.flatten(_vjp(block, *args)[1])
         kept, rest = _depends_on_x(block, *args), iter(saved)
         leaves = [next(rest) if keep_it else leaf for leaf, keep_it in zip(again, kept, strict=True)]
-        d_x, d_weights = jax.tree.unflatten(treedef, leaves)(d_x)
-        at = source.start + layer
-        summed, kept_of_it = collect(d_weights, at)
-        return (d_x, add_at(sums, summed, at)), kept_of_it
+        return jax.tree.unflatten(treedef, leaves)(d_x)  # type: ignore[no-any-return]
 
-    (d_x, sums), kept, first = _downwards(visit, (d_y, sums), source, saved, last, beside)
-    return Backward(d_x, sums, kept, first)
+    if saved[1] is None:
+        return _downwards(pull, source, saved[0], d_y, sums, collect)
+    return _downwards_ahead(pull, source, saved, d_y, sums, collect, last, beside)
 
 
 def backward_weights(source: Source, kept: Tree, collect: Collect, sums: Tree) -> Tree:
@@ -202,38 +199,66 @@ def _zeros_after(others: Tree, shape: tuple[int, ...], like: jax.Array) -> jax.A
     return jnp.broadcast_to(lax.optimization_barrier((zero, others))[0], shape)
 
 
+Pull = Callable[..., tuple[jax.Array, Tree]]  # (d_y, weights, layer, saved, beside) -> cotangents of x and weights
+
+
 def _downwards(
-    visit: Callable[..., Any], carry: Any, source: Source, saved: Saved, last: Tree | None, beside: Tree
-) -> tuple[Any, Tree, Tree | None]:
-    """`visit(carry, weights, layer, saved) -> (carry, kept)` from the last layer to the first; also its weights."""
-    (below, at_top), top = saved, source.num_layers - 1
+    pull: Pull, source: Source, saved: list[jax.Array], d_y: jax.Array, sums: Tree, collect: Collect
+) -> Backward:
+    """From the last layer to the first, the gradients of each collected as it comes."""
 
-    def step(carry: Any, now: Any) -> tuple[Any, Tree]:
-        (carry, weights), (layer, saved) = carry, now
-        following = source.at(jnp.maximum(layer - 1, 0)) if source.ahead else None
-        here = lambda carry: visit(carry, weights if source.ahead else source.at(layer), layer, saved)
+    def visit(carry: tuple[jax.Array, Tree], layer: jax.Array, saved: list[jax.Array]) -> tuple[Any, Tree]:
+        d_x, d_weights = pull(carry[0], source.at(layer), layer, saved, None)
+        summed, kept = collect(d_weights, source.start + layer)
+        return (d_x, add_at(carry[1], summed, source.start + layer)), kept
+
+    def step(carry: tuple[jax.Array, Tree], now: tuple[jax.Array, list[jax.Array]]) -> tuple[Any, Tree]:
         if source.count is None:
-            out, kept = here(carry)
-        else:
-            nothing = (carry, compat.zeros_like(here, carry)[1])
-            out, kept = in_place_if(layer < source.count, lambda state: here(state[0]), nothing)
-        return (out, following), kept
+            return visit(carry, *now)
+        nothing = (carry, compat.zeros_like(lambda: visit(carry, *now))[1])
+        return in_place_if(now[0] < source.count, lambda state: visit(state[0], *now), nothing)
 
-    if at_top is None:
-        (carry, _), kept = lax.scan(step, (carry, None), (jnp.arange(top + 1), below), reverse=True)
-        return carry, kept, None
-    following = source.at(max(top - 1, 0)) if source.ahead else None
-    carry, kept = visit(carry, source.at(top) if last is None else last, jnp.int32(top), at_top)
-    assert not jax.tree.leaves(kept), "what is kept of a layer that stands alone has no place among the others"
+    (d_x, sums), kept = lax.scan(step, (d_y, sums), (jnp.arange(source.num_layers), saved), reverse=True)
+    return Backward(d_x, sums, kept, None)
+
+
+def _downwards_ahead(
+    pull: Pull,
+    source: Source,
+    saved: Saved,
+    d_y: jax.Array,
+    sums: Tree,
+    collect: Collect,
+    last: Tree | None,
+    beside: Tree,
+) -> Backward:
+    """The same with the last layer alone. While a layer is worked on, the weights of the one below are fetched and the
+    gradients of the one above collected: both are there by the middle of the layer, and so begin before.
+    """
+    (below, at_top), top = saved, source.num_layers - 1
+    first = source.at(max(top - 1, 0)) if source.ahead else None
+    d_x, above = pull(d_y, source.at(top) if last is None else last, jnp.int32(top), at_top, None)
     # What is beside would wait until the end of the step, were it not to be there before the other layers begin.
-    d_x, sums = carry
-    carry = lax.optimization_barrier((d_x, beside))[0], sums
-    (carry, first), _ = lax.scan(step, (carry, following), (jnp.arange(top), below), reverse=True)
-    return carry, None, first
+    d_x, _ = lax.optimization_barrier((d_x, beside))
+
+    def step(carry: Any, now: tuple[jax.Array, list[jax.Array]]) -> tuple[Any, None]:
+        (d_x, above, sums, weights), (layer, saved) = carry, now
+        following = source.at(jnp.maximum(layer - 1, 0)) if source.ahead else None
+        summed, _ = collect(above, source.start + layer + 1)
+        here = weights if source.ahead else source.at(layer)
+        d_x, d_weights = pull(d_x, here, layer, saved, (following, summed))
+        return (d_x, d_weights, add_at(sums, summed, source.start + layer + 1), following), None
+
+    (d_x, above, sums, first), _ = lax.scan(step, (d_x, above, sums, first), (jnp.arange(top), below), reverse=True)
+    summed, kept = collect(above, jnp.int32(source.start))
+    assert kept is None, "what is left for later has no place beside layers that are fetched ahead"
+    return Backward(d_x, add_at(sums, summed, jnp.int32(source.start)), None, first)
 
 
-def _vjp(block: Block, x: jax.Array, weights: Tree, context: Any, layer: jax.Array) -> tuple[jax.Array, Any]:
-    return jax.vjp(lambda x, w: block(x, w, context, layer), x, weights)  # type: ignore[no-any-return]
+def _vjp(
+    block: Block, x: jax.Array, weights: Tree, context: Any, layer: jax.Array, beside: Tree
+) -> tuple[jax.Array, Any]:
+    return jax.vjp(lambda x, w: block(x, w, context, layer, beside), x, weights)  # type: ignore[no-any-return]
 
 
 @jax.named_scope("gradient_sums")
@@ -245,10 +270,12 @@ def add_at(sums: Tree, tree: Tree, layer: jax.Array) -> Tree:
     return lax.dynamic_update_index_in_dim(sums, now + tree, layer, 0)
 
 
-def _depends_on_x(block: Block, x: jax.Array, weights: Tree, context: Any, layer: jax.Array) -> list[bool]:
+def _depends_on_x(
+    block: Block, x: jax.Array, weights: Tree, context: Any, layer: jax.Array, beside: Tree
+) -> list[bool]:
     """For each value that a block's vjp keeps, whether it depends on x (an equation's outputs on all its inputs)."""
     fn = lambda *args: jax.tree.leaves(_vjp(block, *args)[1])
-    jaxpr = jax.make_jaxpr(fn)(x, weights, context, layer).jaxpr
+    jaxpr = jax.make_jaxpr(fn)(x, weights, context, layer, beside).jaxpr
     tainted = {jaxpr.invars[0]}
     for eqn in jaxpr.eqns:
         if any(v in tainted for v in eqn.invars if not hasattr(v, "val")):
