@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 
-# XLA's CPU back end may run independent collectives in another order on each virtual device, which then wait for each
-# other for ever; with the plain scheduler all have the program's order.
-ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-
-# Before jax is imported. Tests compile far more than they compute: LLVM's optimiser would double their time.
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0", ORDER]).strip()
+# Before jax is imported. Tests compile far more than they compute: LLVM's optimiser would double their time. XLA's CPU
+# back end may run independent collectives in another order on each virtual device, which then wait for each other for
+# ever; with the plain scheduler all have the program's order.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_backend_optimization_level=0 --xla_cpu_enable_concurrency_optimized_scheduler=false"
+).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
