@@ -70,11 +70,11 @@ def _results(head_dim: int, dtype: jnp.dtype, window: int | None, seq: int) -> I
     if cudnn.packs():
         yield Result("more documents than the table holds", {"out": None if jnp.isnan(out).all() else float("inf")})
     args = _numbers(4, chunk, head_dim, dtype)
-    for name, rows, keys in (
+    for name, first, last in (
         ("pairs of chunks in one document", [chunk] * 4, [chunk] * 4),
         ("pairs that share a part, or nothing", [chunk, some, 1, 0], [1, some - 20, chunk, 0]),
     ):
-        sight = zigzag.Sight(jnp.bool_(True), jnp.int32(rows), jnp.int32(keys), jnp.full(4, chunk, jnp.int32))
+        sight = zigzag.Sight(jnp.bool_(True), jnp.int32(first), jnp.int32(last), jnp.full(4, chunk, jnp.int32))
         got = _of_pairs(*args, sight, attention.Kernel("cudnn", None, 8))
         yield _compared(name, got, _of_pairs(*_fp32(args), sight, attention.Kernel("xla", None, 8)))
 
@@ -94,7 +94,7 @@ def _of_rows(
     q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, segments: jax.Array, kernel: attention.Kernel
 ) -> tuple[jax.Array, ...]:
     out, lse = attention.forward(q, k, v, segments, kernel)
-    return out, lse, *attention.backward(q, k, v, segments, out, lse, d_out, kernel)
+    return out, lse, *attention.backward(attention.Attended(q, k, v, out, lse), d_out, segments, kernel)
 
 
 @functools.partial(jax.jit, static_argnums=5)
@@ -105,7 +105,8 @@ def _of_pairs(
     out, lse = zigzag.pair_forward(q, k, v, sight, kernel)
     seen = lse > -1e29
     out, lse = jnp.where(seen.swapaxes(1, 2)[..., None], out, 0), jnp.where(seen, lse, 0)
-    return out, lse, *zigzag.pair_backward(q, k, v, out, jnp.logaddexp(lse, 0), d_out, sight, kernel)
+    x = attention.Attended(q, k, v, out, jnp.logaddexp(lse, 0))
+    return out, lse, *zigzag.pair_backward(x, d_out, sight, kernel)
 
 
 def _compared(case: str, got: tuple[jax.Array, ...], want: tuple[jax.Array, ...]) -> Result:

@@ -12,13 +12,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sharded_train import compat
 from sharded_train.ops import cudnn
+from sharded_train.ops.cudnn import Attended, Gradients
 from sharded_train.ops.dot import dot
 from sharded_train.ops.saved import SAVED
 
 Implementation = Literal["auto", "xla", "cudnn"]
 Tiles = Iterable[tuple[slice, slice]]  # queries, and the keys that any of them sees
 Visible = Callable[[slice, slice], jax.Array]  # [batch, queries, keys] bool, of one tile
-Gradients = tuple[jax.Array, jax.Array, jax.Array]
 CUDNN_MAX_HEAD_DIM = 128  # on every GPU from Ampere on
 HIDDEN = -1e30  # the score of a key that a query must not see
 FP32 = jnp.dtype(jnp.float32)
@@ -72,17 +72,17 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, ke
 
 def _attention_forward(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: Kernel
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[jax.Array, tuple[Attended, jax.Array]]:
     out, lse = (checkpoint_name(x, SAVED) for x in forward(q, k, v, segments, kernel))
-    return out, (q, k, v, segments, out, lse)
+    return out, (Attended(q, k, v, out, lse), segments)
 
 
 def _attention_backward(
-    kernel: Kernel, saved: tuple[jax.Array, ...], d_out: jax.Array
+    kernel: Kernel, saved: tuple[Attended, jax.Array], d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, segments, out, lse = saved
-    d_q, d_k, d_v = backward(q, k, v, segments, out, lse, d_out, kernel)
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
+    x, segments = saved
+    d_q, d_k, d_v = backward(x, d_out, segments, kernel)
+    return d_q, d_k.astype(x.k.dtype), d_v.astype(x.v.dtype), None
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -98,23 +98,13 @@ def forward(
     return tiled_forward(q, k, v, tiles, _within(segments, kernel.window))
 
 
-def backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    kernel: Kernel,
-) -> Gradients:
+def backward(x: Attended, d_out: jax.Array, segments: jax.Array, kernel: Kernel) -> Gradients:
     """Gradients of q in its dtype, of k and v in theirs or fp32. `out` and `lse` may be those over more keys than
     these: then they are the gradients by way of these alone.
     """
     if kernel.name == "cudnn":
-        return cudnn.backward(q, k, v, segments, out, lse, d_out, kernel.max_documents, kernel.window)
-    tiles = causal_tiles(q.shape[1], kernel.window)
-    return tiled_backward(q, k, v, out, lse, d_out, tiles, _within(segments, kernel.window))
+        return cudnn.backward(x, d_out, segments, kernel.max_documents, kernel.window)
+    return tiled_backward(x, d_out, causal_tiles(x.q.shape[1], kernel.window), _within(segments, kernel.window))
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
@@ -180,20 +170,11 @@ def tiled_forward(
     return _heads_last(out), lse.reshape(batch, heads, seq)
 
 
-def tiled_backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    tiles: Tiles,
-    visible: Visible,
-) -> Gradients:
+def tiled_backward(x: Attended, d_out: jax.Array, tiles: Tiles, visible: Visible) -> Gradients:
     """As `backward`; those of k and v are summed in fp32."""
-    q, k, v = _heads_first(q, k, v)
-    delta = (out.astype(FP32) * d_out.astype(FP32)).sum(-1).transpose(0, 2, 1).reshape(q.shape[:4])
-    d_out, lse = _grouped(d_out, k.shape[1]), lse.reshape(q.shape[:4])
+    q, k, v = _heads_first(x.q, x.k, x.v)
+    delta = (x.out.astype(FP32) * d_out.astype(FP32)).sum(-1).transpose(0, 2, 1).reshape(q.shape[:4])
+    d_out, lse = _grouped(d_out, k.shape[1]), x.lse.reshape(q.shape[:4])
     d_qs, d_ks, d_vs = [], [], []
     for rows, keys in tiles:
         d_q, d_k, d_v = _backward(

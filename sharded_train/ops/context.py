@@ -126,9 +126,9 @@ def _in_turns(
 
 def _forward_rule(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: whole.Kernel, strategy: Strategy
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[jax.Array, tuple[whole.Attended, jax.Array]]:
     out, lse = (checkpoint_name(x, SAVED) for x in _forward(q, k, v, segments, kernel, strategy))
-    return out, (q, k, v, segments, out, lse)
+    return out, (whole.Attended(q, k, v, out, lse), segments)
 
 
 def _forward(
@@ -152,19 +152,20 @@ def _forward(
 
 
 def _backward_rule(
-    kernel: whole.Kernel, strategy: Strategy, saved: tuple[jax.Array, ...], d_out: jax.Array
+    kernel: whole.Kernel, strategy: Strategy, saved: tuple[whole.Attended, jax.Array], d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, segments, out, lse = saved
+    x, segments = saved
     edges, ring = zigzag.edges_of(segments), strategy == "ring"
-    kv = lax.optimization_barrier(jnp.stack([k, v]))  # else XLA may keep what the forward pass has received
-    size, chunk = axis_size(AXIS), q.shape[1] // 2
+    kv = lax.optimization_barrier(jnp.stack([x.k, x.v]))  # else XLA may keep what the forward pass has received
+    size, chunk = axis_size(AXIS), x.q.shape[1] // 2
 
     def through(kv: jax.Array, r: Any) -> tuple[jax.Array, jax.Array]:
         """What turn r adds to the gradients of q, and of `kv`."""
         sight = zigzag.sight_of(edges, r, chunk)
-        now_q, now_out, now_d_out = (zigzag.queries(x, sight) for x in (q, out, d_out))
-        now_lse, (k, v) = zigzag.queries(lse, sight, 2), zigzag.keys(kv, sight)
-        d_q, d_k, d_v = zigzag.pair_backward(now_q, k, v, now_out, now_lse, now_d_out, sight, kernel)
+        q, out, now_d_out = (zigzag.queries(a, sight) for a in (x.q, x.out, d_out))
+        k, v = zigzag.keys(kv, sight)
+        now = whole.Attended(q, k, v, out, zigzag.queries(x.lse, sight, 2))
+        d_q, d_k, d_v = zigzag.pair_backward(now, now_d_out, sight, kernel)
         d_kv = jnp.stack([d_k, d_v]).astype(FP32)
         return zigzag.of_queries(d_q.astype(FP32), sight), zigzag.of_keys(d_kv, sight)
 
@@ -184,11 +185,11 @@ def _backward_rule(
             return d_q + now_q, sums + now_kv
         return d_q + now_q, lax.dynamic_update_index_in_dim(sums, now_kv, zigzag.source(r), 0)
 
-    own_q, own_k, own_v = zigzag.own_backward(q, k, v, segments, out, lse, d_out, kernel)
+    own_q, own_k, own_v = zigzag.own_backward(x, d_out, segments, kernel)
     d_q, sums = _turns(strategy, kv, own_q.astype(FP32), first, turn)
     sums = pass_on(sums, AXIS) if ring else lax.psum_scatter(sums, AXIS, scatter_dimension=0)
     d_k, d_v = sums[0] + own_k, sums[1] + own_v
-    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+    return d_q.astype(x.q.dtype), d_k.astype(x.k.dtype), d_v.astype(x.v.dtype), None
 
 
 _in_turns.defvjp(_forward_rule, _backward_rule)

@@ -32,6 +32,16 @@ def packs() -> bool:
     return float(jax.local_devices()[0].compute_capability) >= 9.0
 
 
+class Attended(NamedTuple):
+    """Queries, keys and values, and what attention made of them: what a backward pass begins with."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    out: jax.Array
+    lse: jax.Array
+
+
 class Documents(NamedTuple):
     """Rows cut into documents as cuDNN's packed layout has them: `limit` a row, of all rows together, in order."""
 
@@ -68,36 +78,26 @@ def forward(
     than `limit` a row everything is NaN: no wrong number is returned, and the loss shows it.
     """
     if limit == 1:
-        return _forward(q, k, v, "CAUSAL", window=window)
+        return _call("fwd", (q, k, v), "CAUSAL", window=window)
     if not packs():
-        return _forward(q, k, v, "NO_MASK", bias=_bias(segments, window, q.dtype))
+        return _call("fwd", (q, k, v), "NO_MASK", bias=_bias(segments, window, q.dtype))
     docs = documents(segments, limit)
-    out, stats = _forward(q, k, v, "PADDING_CAUSAL", *_packed(docs, q, k), window=window)
+    out, stats = _call("fwd", (q, k, v), "PADDING_CAUSAL", *_packed(docs, q, k), window=window)
     lse = stats[docs.number, :, docs.place].reshape(*segments.shape, -1).transpose(0, 2, 1)
     return jnp.where(docs.fit, out, jnp.nan).astype(q.dtype), jnp.where(docs.fit, lse, jnp.nan)
 
 
-def backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    limit: int,
-    window: int | None,
-) -> Gradients:
+def backward(x: Attended, d_out: jax.Array, segments: jax.Array, limit: int, window: int | None) -> Gradients:
     """Gradients of q, k and v in their dtypes."""
     if limit == 1:
-        return _backward(q, k, v, out, lse, d_out, "CAUSAL", window=window)
+        return _backward(x, d_out, "CAUSAL", window=window)
     if not packs():
-        return _backward(q, k, v, out, lse, d_out, "NO_MASK", bias=_bias(segments, window, q.dtype))
-    docs, (batch, heads, seq) = documents(segments, limit), lse.shape
-    by_token = lse.transpose(0, 2, 1).reshape(batch * seq, heads)
-    stats = compat.vary(jnp.zeros((batch * limit, heads, seq), FP32), compat.varying_axes(lse))
+        return _backward(x, d_out, "NO_MASK", bias=_bias(segments, window, x.q.dtype))
+    docs, (batch, heads, seq) = documents(segments, limit), x.lse.shape
+    by_token = x.lse.transpose(0, 2, 1).reshape(batch * seq, heads)
+    stats = compat.vary(jnp.zeros((batch * limit, heads, seq), FP32), compat.varying_axes(x.lse))
     stats = stats.at[docs.number, :, docs.place].set(by_token, unique_indices=True, mode="drop")
-    return _backward(q, k, v, out, stats, d_out, "PADDING_CAUSAL", *_packed(docs, q, k), window=window)
+    return _backward(x._replace(lse=stats), d_out, "PADDING_CAUSAL", *_packed(docs, x.q, x.k), window=window)
 
 
 def _packed(docs: Documents, q: jax.Array, k: jax.Array) -> tuple[jax.Array, ...]:
@@ -133,28 +133,20 @@ def pair_forward(
     The other queries have output 0 and lse -1e30. Without a causal mask keys have no order, so that the last ones are
     made the first, which is what cuDNN can mask.
     """
-    out, lse = _forward(q, k[:, ::-1], v[:, ::-1], "PADDING", jnp.maximum(rows, 1), jnp.maximum(keys, 1))
+    lengths = jnp.maximum(rows, 1), jnp.maximum(keys, 1)
+    out, lse = _call("fwd", (q, k[:, ::-1], v[:, ::-1]), "PADDING", *lengths)
     seen = _first(rows, q.shape[1])
     return jnp.where(seen[..., None, None], out, 0), jnp.where(seen[:, None], lse, -OUT_OF_SIGHT)
 
 
-def pair_backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    rows: jax.Array,
-    keys: jax.Array,
-) -> Gradients:
+def pair_backward(x: Attended, d_out: jax.Array, rows: jax.Array, keys: jax.Array) -> Gradients:
     """Gradients, `out` and `lse` being those over all the keys of the row and not just these."""
-    seen = _first(rows, q.shape[1])
-    lse, d_out = jnp.where(seen[:, None], lse, OUT_OF_SIGHT), jnp.where(seen[..., None, None], d_out, 0)
-    lengths = jnp.maximum(rows, 1), jnp.maximum(keys, 1)
-    d_q, d_k, d_v = _backward(q, k[:, ::-1], v[:, ::-1], out, lse, d_out, "PADDING", *lengths)
-    of_keys = _first(keys, k.shape[1])[..., None, None]
-    d_k, d_v = (jnp.where(of_keys, x, 0)[:, ::-1] for x in (d_k, d_v))
+    seen, lengths = _first(rows, x.q.shape[1]), (jnp.maximum(rows, 1), jnp.maximum(keys, 1))
+    lse, d_out = jnp.where(seen[:, None], x.lse, OUT_OF_SIGHT), jnp.where(seen[..., None, None], d_out, 0)
+    x = x._replace(k=x.k[:, ::-1], v=x.v[:, ::-1], lse=lse)
+    d_q, d_k, d_v = _backward(x, d_out, "PADDING", *lengths)
+    of_keys = _first(keys, x.k.shape[1])[..., None, None]
+    d_k, d_v = (jnp.where(of_keys, d, 0)[:, ::-1] for d in (d_k, d_v))
     return jnp.where(seen[..., None, None], d_q, 0), d_k, d_v
 
 
@@ -162,53 +154,32 @@ def _first(count: jax.Array, length: int) -> jax.Array:
     return jnp.arange(length) < count[:, None]
 
 
-# ---- the calls ------------------------------------------------------------------------------------------------------
+def _backward(x: Attended, d_out: jax.Array, *how: Any, **settings: Any) -> Gradients:
+    others = (x.lse, x.out, d_out.astype(x.q.dtype))
+    return _call("bwd", (x.q, x.k, x.v), *how, others=others, **settings)  # type: ignore[no-any-return]
 
 
-def _forward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+def _call(
+    direction: str,
+    qkv: tuple[jax.Array, jax.Array, jax.Array],
     mask: str,
     *lengths_and_starts: jax.Array,
     bias: jax.Array | None = None,
     window: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    operands = (q, k, v, *_rest(q, bias, lengths_and_starts))
-    out, stats = compat.cudnn_attention("fwd", operands, **_settings(q, mask, bias, window), is_training=True)
-    return out, stats
-
-
-def _backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    stats: jax.Array,
-    d_out: jax.Array,
-    mask: str,
-    *lengths_and_starts: jax.Array,
-    bias: jax.Array | None = None,
-    window: int | None = None,
-) -> Gradients:
-    operands = (q, k, v, *_rest(q, bias, lengths_and_starts), stats, out, d_out.astype(q.dtype))
-    d_q, d_k, d_v = compat.cudnn_attention("bwd", operands, **_settings(q, mask, bias, window))
-    return d_q, d_k, d_v
-
-
-def _rest(q: jax.Array, bias: jax.Array | None, lengths_and_starts: tuple[jax.Array, ...]) -> list[jax.Array]:
-    """Bias, lengths and starts of queries and keys, page tables; what is not given is an empty array."""
-    nothing = jnp.zeros(0, q.dtype)
+    others: tuple[jax.Array, ...] = (),
+) -> Any:
+    """cuDNN's call: what is not given, page tables among it, is an empty array."""
+    nothing = jnp.zeros(0, qkv[0].dtype)
     given = [nothing if bias is None else bias, *lengths_and_starts]
-    return given + [nothing] * (7 - len(given))
-
-
-def _settings(q: jax.Array, mask: str, bias: jax.Array | None, window: int | None) -> dict[str, Any]:
-    return {
-        "scale": q.shape[-1] ** -0.5,
-        "seed": 42,
-        "dropout_rate": 0.0,
-        "variadic_args": (bias is not None, False),  # there is a bias; its gradient is wanted
-        "mask_type": mask,
-        "sliding_window_length": window,
-    }
+    settings: dict[str, Any] = {"is_training": True} if direction == "fwd" else {}
+    return compat.cudnn_attention(
+        direction,
+        (*qkv, *given, *[nothing] * (7 - len(given)), *others),
+        scale=qkv[0].shape[-1] ** -0.5,
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(bias is not None, False),  # there is a bias; its gradient is wanted
+        mask_type=mask,
+        sliding_window_length=window,
+        **settings,
+    )

@@ -62,21 +62,11 @@ def own_forward(
     return whole.tiled_forward(q, k, v, tiles, _own_visible(segments, kernel.window))
 
 
-def own_backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    kernel: whole.Kernel,
-) -> whole.Gradients:
+def own_backward(x: whole.Attended, d_out: jax.Array, segments: jax.Array, kernel: whole.Kernel) -> whole.Gradients:
     """As `attention.backward`."""
     if kernel.window is None:
-        return whole.backward(q, k, v, segments, out, lse, d_out, kernel)
-    tiles = whole.causal_tiles(q.shape[1])
-    return whole.tiled_backward(q, k, v, out, lse, d_out, tiles, _own_visible(segments, kernel.window))
+        return whole.backward(x, d_out, segments, kernel)
+    return whole.tiled_backward(x, d_out, whole.causal_tiles(x.q.shape[1]), _own_visible(segments, kernel.window))
 
 
 def _own_visible(segments: jax.Array, window: int) -> whole.Visible:
@@ -148,17 +138,13 @@ def keys(kv: jax.Array, sight: Sight) -> jax.Array:
 def of_queries(x: jax.Array, sight: Sight) -> jax.Array:
     """Gradients of `queries` -> of the local rows."""
     always, either = jnp.split(x, 2)
-    nothing = jnp.zeros_like(either)
-    first, last = where(sight.earlier, (either, nothing), (nothing, either))
-    return jnp.concatenate([first, last + always], 1)
+    return jnp.concatenate([jnp.where(sight.earlier, either, 0), always + jnp.where(sight.earlier, 0, either)], 1)
 
 
 def of_keys(x: jax.Array, sight: Sight) -> jax.Array:
     """Gradients of `keys` -> of the local rows, `[2, batch, seq / S, kv_heads, head_dim]`."""
     always, either = jnp.split(x, 2, 1)
-    nothing = jnp.zeros_like(either)
-    first, last = where(sight.earlier, (either, nothing), (nothing, either))
-    return jnp.concatenate([first + always, last], 2)
+    return jnp.concatenate([always + jnp.where(sight.earlier, either, 0), jnp.where(sight.earlier, 0, either)], 2)
 
 
 def merged(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -176,20 +162,11 @@ def pair_forward(
     return whole.tiled_forward(q, k, v, whole.whole_tiles(q.shape[1], k.shape[1]), _visible(sight, k, kernel.window))
 
 
-def pair_backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    sight: Sight,
-    kernel: whole.Kernel,
-) -> whole.Gradients:
+def pair_backward(x: whole.Attended, d_out: jax.Array, sight: Sight, kernel: whole.Kernel) -> whole.Gradients:
     if kernel.name == "cudnn":
-        return cudnn.pair_backward(q, k, v, out, lse, d_out, sight.rows, sight.keys)
-    tiles = whole.whole_tiles(q.shape[1], k.shape[1])
-    return whole.tiled_backward(q, k, v, out, lse, d_out, tiles, _visible(sight, k, kernel.window))
+        return cudnn.pair_backward(x, d_out, sight.rows, sight.keys)
+    tiles = whole.whole_tiles(x.q.shape[1], x.k.shape[1])
+    return whole.tiled_backward(x, d_out, tiles, _visible(sight, x.k, kernel.window))
 
 
 def _visible(sight: Sight, k: jax.Array, window: int | None) -> whole.Visible:
