@@ -32,7 +32,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sharded_train import params
+from sharded_train import launch, params
 from sharded_train.recipe import load
 from sharded_train.rehearse import clusters, hlo
 from sharded_train.rehearse.compile import Compiled, compile_for
@@ -263,6 +263,7 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", default=["0", "1", "2", "3", "1:4", "3:4"], metavar="STAGE[:GROUP]")
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     args, overrides = parser.parse_known_args()
+    launch.without_gpu()
     runs = []
     console = Console(width=120, highlight=False)
     for which in args.runs:

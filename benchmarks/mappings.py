@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from sharded_train import launch
 from sharded_train.flops import flops_of_step
 from sharded_train.mesh import hosts_of, resolve_sizes
 from sharded_train.recipe import Recipe, load
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the random mapping")
     parser.add_argument("--json", type=Path)
     args, overrides = parser.parse_known_args()
+    launch.without_gpu()
     recipe, cluster = load(args.config, overrides), clusters.parse(args.cluster)
     found = list(mappings(recipe, cluster, args.seed))
     sizes = resolve_sizes(recipe.mesh, cluster.num_devices)

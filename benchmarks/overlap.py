@@ -22,6 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
+from sharded_train import launch
 from sharded_train.recipe import load
 from sharded_train.rehearse import clusters, hlo
 from sharded_train.rehearse.compile import Compiled, compile_for
@@ -108,6 +109,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--json", type=Path, help="write the numbers here too")
     args, overrides = parser.parse_known_args()
+    launch.without_gpu()
     console = Console(width=120, highlight=False)
     found = []
     for name in args.cases:

@@ -57,6 +57,12 @@ def warnings(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
         return []
     pipe = pipe_of(recipe, sizes["pipeline"])
     found = [f"pipeline: {words}" for words in remarks(pipe.schedule, pipe.costs, one_chunk_of(recipe, pipe).costs)]
+    if pipe.schedule.weights is not None:
+        found.append(
+            f"pipeline: {pipe.schedule.name} keeps inputs and cotangents of every product until their weights' turn; "
+            "in every program compiled so far that took more time than the bubble it fills (docs/measurements.md): see "
+            "with 'sharded-train rehearse --compare' whether it does here"
+        )
     return [*found, *_layers(recipe, pipe), *_zero(recipe, pipe, sizes)]
 
 
