@@ -51,9 +51,13 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """How attention works over `mesh.sequence` devices, each of which has a part of every row."""
+    """How attention works over `mesh.sequence` devices, each of which has a part of every row; and on GPUs over
+    documents.
+    """
 
     context: Literal["auto", "all_gather", "ring", "ulysses"] = "auto"
+    # Documents that a row may hold (padding counts as one): the size of cuDNN's table, see `ops.attention`.
+    max_documents: int = 64
 
 
 class Batch(flax.struct.PyTreeNode):

@@ -87,6 +87,8 @@ def _rows(
     begins = f"goes on from step {start:,}" if start else f"begins with seed {train.seed}"
     yield "run", f"{train.num_steps:,} steps = {train.num_steps * tokens:,} tokens = {epochs}; {begins}"
     yield from pipeline_rows(facts["pipeline"])
+    if facts["context"]:
+        yield "attention", "over the sequence axis by {strategy}: {why}".format(**facts["context"])
     yield "MFU", f"{flops_in_words(facts['flops_per_step_total'])} a step / time / peak; {facts['flops_convention']}"
     yield "peak", peak.words
 

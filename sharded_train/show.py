@@ -60,6 +60,7 @@ def describe(recipe: Recipe, devices: Sequence[Any]) -> dict[str, Any]:
         "num_parameters": params.count(program.specs),
         "num_layers": recipe.model.num_layers,
         "pipeline": None if program.pipe is None else describe_pipeline(recipe, program, parameters),
+        "context": _context(program),
         "parameters": parameters,
         "state_bytes": {**state, "counters": held - sum(state.values())},
         "state_bytes_total": held,
@@ -71,6 +72,14 @@ def describe(recipe: Recipe, devices: Sequence[Any]) -> dict[str, Any]:
         "flops_convention": CONVENTION,
         "warnings": warnings_of(recipe, len(devices)),
     }
+
+
+def _context(program: Program) -> dict[str, str] | None:
+    """How attention works over the sequence axis; None where every device has whole rows."""
+    if program.plan.sizes["sequence"] == 1:
+        return None
+    strategy, why = program.context
+    return {"strategy": strategy, "why": why}
 
 
 def bytes_held(leaf: Any) -> int:

@@ -35,6 +35,8 @@ def print_facts(facts: Mapping[str, Any], picture: str, console: Console | None 
         console.print()
 
     put("Mesh", picture, "", links_table(facts["mesh"]))
+    if facts["context"]:
+        put("Attention over the sequence axis", "{strategy}: {why}".format(**facts["context"]))
     put("Parameters", _parameters(facts))
     if facts["pipeline"]:
         put("Pipeline", *pipeline_tables(facts["pipeline"]))

@@ -24,7 +24,7 @@ from sharded_train.local import AttentionConfig, Batch, Local, Loss, TrainConfig
 from sharded_train.models import decoder
 from sharded_train.ops import attention as ops
 from sharded_train.ops import zigzag
-from sharded_train.ops.context import Strategy, context_attention, wire_bytes
+from sharded_train.ops.context import Strategy, cheapest, context_attention
 from sharded_train.optimizer import Optimizer, Schedule, learning_rate
 from sharded_train.optimizer.state import TrainState, is_slot, slots_of, update
 from sharded_train.params import Tree
@@ -87,31 +87,28 @@ class Program:
 
     @property
     def _attend(self) -> decoder.Attend:
+        kernel: dict[str, Any] = {
+            "implementation": self.implementation,
+            "max_documents": self.attention.max_documents,
+        }
         if self.plan.sizes["sequence"] == 1:
-            return functools.partial(ops.attention, implementation=self.implementation)
-        return functools.partial(context_attention, implementation=self.implementation, strategy=self.context[0])
+            return functools.partial(ops.attention, **kernel)
+        return functools.partial(context_attention, strategy=self.context[0], **kernel)
+
+    @property
+    def max_documents(self) -> int | None:
+        """How many documents a row may hold; None: any number."""
+        return self.attention.max_documents if self.implementation == "cudnn" else None
 
     @functools.cached_property
     def context(self) -> tuple[Strategy, str]:
         """How attention works over the sequence axis, and why: unless something is asked for, what sends less."""
         if self.attention.context != "auto":
             return self.attention.context, "attention.context asks for it"
-        model, ways, tensor = self.model, self.plan.sizes["sequence"], self.plan.sizes["tensor"]
+        model, tensor = self.model, self.plan.sizes["tensor"]
         heads, kv_heads = model.num_heads // tensor, max(1, model.kv_heads // tensor)
-        size = (
-            1,
-            self.train.sequence_length,
-            heads,
-            kv_heads,
-            model.dim_per_head,
-            self.precision.compute_dtype.itemsize,
-        )
-        sent = {name: sum(wire_bytes(name, ways, *size)) for name in ("ring", "ulysses")}
-        each = lambda name: f"{name} sends {sent[name] / 2**20:.4g} MiB a row and layer"
-        if heads % ways:
-            return "ring", f"{each('ring')}; ulysses would need {heads} heads to split over {ways} devices"
-        best: Strategy = "ulysses" if sent["ulysses"] < sent["ring"] else "ring"
-        return best, f"{each(best)}, {each('ring' if best == 'ulysses' else 'ulysses')}"
+        size = (self.train.sequence_length, heads, kv_heads, model.dim_per_head)
+        return cheapest(self.plan.sizes["sequence"], *size, self.precision.compute_dtype.itemsize)
 
     @property
     def platform(self) -> str:

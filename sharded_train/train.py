@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from sharded_train import assemble, config, memory, report
+from sharded_train import assemble, attention_check, config, memory, report
 from sharded_train import workdir as layout
 from sharded_train.checkpoint import Checkpointer, CheckpointError
 from sharded_train.data.loader import Loader
@@ -110,6 +110,8 @@ def _begin(
     """
     startup = report.StartUp()
     program = assemble.program_of(recipe)
+    if program.implementation == "cudnn":
+        attention_check.check(recipe.model.dim_per_head, recipe.precision.compute_dtype)
     layout.check(workdir, recipe, accept_config_change=accept_config_change)
     checkpointer = Checkpointer(workdir / layout.CHECKPOINTS, recipe.checkpoint.keep)
     stack.enter_context(contextlib.closing(checkpointer))
@@ -196,6 +198,7 @@ def _batches(run: Run) -> Loader:
         num_threads=run.recipe.data.read_threads,
         num_epochs=run.recipe.data.num_epochs,
         token_order=run.program.token_order,
+        max_documents=run.program.max_documents,
     )
 
 

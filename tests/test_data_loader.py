@@ -25,6 +25,7 @@ from sharded_train.data.loader import (
 )
 from sharded_train.data.mixture import Member, Mixture
 from sharded_train.data.rows import KEYS, ArrayStream, Row, Rows
+from sharded_train.errors import ConfigError
 
 BATCH = (8, 16)
 
@@ -277,3 +278,15 @@ def test_a_slow_loader_is_told_of_only_when_it_is() -> None:
     assert words is not None
     assert "30% of the time" in words
     assert "read_threads (now 2)" in words
+
+
+def test_more_documents_than_a_row_may_hold_are_refused() -> None:
+    """cuDNN's table would be too small, and its output no number."""
+    rows = mixed(weighted=False)
+    most = 1 + max(int(rows[i]["segments"].max()) for i in range(len(rows)))
+    places = np.arange(BATCH[0])
+    order = lambda samples: samples % len(rows)
+    source = partial(LocalBatches, rows, order, places, BATCH[0], range(len(rows)), np.arange(BATCH[1]))
+    assert source(most)[0].keys() == set(KEYS)
+    with pytest.raises(ConfigError, match=rf"attention.max_documents = {most - 1}: set it to {most} or more"):
+        [source(most - 1)[i] for i in range(-(-len(rows) // BATCH[0]))]

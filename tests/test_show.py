@@ -7,6 +7,7 @@ import functools
 import io
 import itertools
 import json
+import re
 from collections import Counter
 from typing import Any
 
@@ -20,7 +21,7 @@ from sharded_train.mesh_picture import draw_mesh
 from sharded_train.models.decoder import DecoderConfig
 from sharded_train.optimizer import SGD, Adafactor, AdamW, Lion, Muon, Optimizer
 from sharded_train.precision import PrecisionConfig
-from sharded_train.recipe import Recipe, TrainConfig, program_on
+from sharded_train.recipe import Recipe, TrainConfig, from_dict, program_on
 from sharded_train.sharding import ZeroConfig
 from sharded_train.show import bytes_held, describe, show
 from sharded_train.show_tables import bytes_in_words, flops_in_words, print_facts
@@ -234,3 +235,21 @@ def test_words_never_need_more_than_three_digits_before_the_unit() -> None:
         number = flops_in_words(factor * 10**exponent).split()[0]
         assert 3 <= len(number) <= 4, number
         assert float(number) < 1000
+
+
+def test_attention_over_the_sequence_axis_says_what_and_why() -> None:
+    """By the fewest bytes, unless something is asked for."""
+
+    def context(*changes: str) -> dict[str, str]:
+        overrides = [f"--config.{change}" for change in ("mesh.sequence=4", "model.num_heads=8", *changes)]
+        return describe(from_dict({}, overrides), stand_ins("1x8"))["context"]  # type: ignore[no-any-return]
+
+    assert context()["strategy"] == "ulysses"  # all heads have keys of their own
+    few = context("model.num_kv_heads=1")
+    assert few["strategy"] == "ring"
+    assert re.fullmatch(r"ring sends [\d.]+ MiB a row and layer, ulysses sends [\d.]+ MiB a row and layer", few["why"])
+    assert "2 heads" in context("mesh.tensor=2", "mesh.data=1", "model.num_heads=4")["why"]
+    assert context("attention.context=all_gather") == {
+        "strategy": "all_gather",
+        "why": "attention.context asks for it",
+    }

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from sharded_train.data.mixture import Mixture
 from sharded_train.data.rows import KEYS, Row
+from sharded_train.errors import ConfigError
 
 IntArray = npt.NDArray[np.int64]
 _STEPS_AHEAD = 2  # per thread
@@ -66,6 +67,7 @@ class LocalBatches:
     batch_size: int
     steps: range
     token_order: IntArray  # which token of a row comes to each place
+    max_documents: int | None = None  # that a row may hold, padding counted as one; None: any number
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -73,6 +75,13 @@ class LocalBatches:
     def __getitem__(self, item: int) -> Row:
         chosen = self.order(self.steps[item] * self.batch_size + self.places)
         read = [self.rows[int(row)] if row >= 0 else self.rows.empty() for row in chosen]
+        most = 1 + max(int(row["segments"].max()) for row in read) if read else 0
+        if self.max_documents is not None and most > self.max_documents:
+            raise ConfigError(
+                f"a row of the batch of step {self.steps[item]} holds {most - 1} documents, which with padding is more "
+                f"than attention.max_documents = {self.max_documents}: set it to {most} or more (each costs memory in "
+                "cuDNN's attention), or use model.attention = xla"
+            )
         return {key: np.stack([row[key] for row in read])[:, self.token_order] for key in KEYS}
 
 
@@ -104,12 +113,13 @@ class Batches(Iterator[dict[str, jax.Array]]):
         steps: range,
         num_threads: int,
         token_order: IntArray | None,
+        max_documents: int | None = None,
     ):
         assert batch_shape[1] == rows.sequence_length, (batch_shape, rows.sequence_length)
         self._batch_shape, self._sharding = batch_shape, sharding
         self._places = local_rows(sharding, batch_shape)
         token_order = np.arange(batch_shape[1]) if token_order is None else token_order
-        source = LocalBatches(rows, order, self._places, batch_shape[0], steps, token_order)
+        source = LocalBatches(rows, order, self._places, batch_shape[0], steps, token_order, max_documents)
         options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=_STEPS_AHEAD * num_threads)
         batches = grain.MapDataset.source(source).to_iter_dataset(options).map(self._place)
         if num_threads:
@@ -165,6 +175,7 @@ class Loader(Batches):
         num_threads: int = 2,
         num_epochs: int | None = None,
         token_order: IntArray | None = None,
+        max_documents: int | None = None,
     ):
         num_samples = num_train_samples(rows, num_epochs)
 
@@ -180,6 +191,7 @@ class Loader(Batches):
             steps=steps,
             num_threads=num_threads,
             token_order=token_order,
+            max_documents=max_documents,
         )
 
 
@@ -191,6 +203,7 @@ def validation_batches(
     num_threads: int = 2,
     num_batches: int | None = None,
     token_order: IntArray | None = None,
+    max_documents: int | None = None,
 ) -> Batches:
     """Every row once, in order, the last batch filled up with empty rows; at most `num_batches`, if that is given."""
     steps = range(num_train_steps(len(rows), batch_shape[0], num_epochs=1))[:num_batches]
@@ -206,4 +219,5 @@ def validation_batches(
         steps=steps,
         num_threads=num_threads,
         token_order=token_order,
+        max_documents=max_documents,
     )

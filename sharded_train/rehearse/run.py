@@ -50,6 +50,7 @@ def facts_of(compiled: Compiled) -> dict[str, Any]:
         "cluster": _cluster(cluster),
         "mesh": shown["mesh"],
         "pipeline": shown["pipeline"],
+        "context": shown["context"],
         "compile": {"seconds": compiled.seconds, "options": compiled.options, "versions": _versions()},
         "memory": memory.describe(compiled, module, collectives),
         "wires": wires.describe(module, program.mesh, pace),
