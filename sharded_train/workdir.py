@@ -32,8 +32,11 @@ TENSORBOARD = "tensorboard"
 MAY_CHANGE = (
     "config.mesh.",
     "config.zero.",
+    "config.pipeline.",
+    "config.attention.",
     "config.train.num_microbatches",
     "config.train.remat",
+    "config.train.overlap",
     "config.train.stop_at",
     "config.log.",
     "config.evaluate.",
