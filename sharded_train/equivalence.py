@@ -38,6 +38,7 @@ MODELS = {
         SMALL, norm="layernorm", activation="gelu", positions="learned", max_positions=SEQ, bias=True,
         tied_embedding=True, dropout=0.25, vocab_size=97,
     ),
+    "shallow": dataclasses.replace(SMALL, num_layers=1),
     "deep": dataclasses.replace(SMALL, num_layers=7, num_kv_heads=2, tied_embedding=True, dropout=0.1),
 }  # fmt: skip
 

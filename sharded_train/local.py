@@ -141,7 +141,8 @@ class Local:
         """The layers' weights, each gathered when its turn comes, or while the layer before has its."""
         names = self.plan.placements["layers"]
         gather = lambda layer: self.plan.gather(layer, names, self.compute_dtype)
-        return Source(shards["layers"], gather, ahead=self.streams, last_alone=self.streams)
+        several = self.streams and self.model.num_layers > 1  # a single one has no neighbour to hide behind
+        return Source(shards["layers"], gather, ahead=several, last_alone=several)
 
     def whole_layers(self, shards: Tree) -> Source:
         """The layers' weights, all gathered at once."""

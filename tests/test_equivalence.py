@@ -37,6 +37,7 @@ CASES = [
     ("llama_gqa", Layout(data=2, tensor=2, zero=1, num_microbatches=4, remat="selective", overlap=True)),
     ("llama", Layout(data=4, tensor=2, zero=1, overlap=True)),
     ("gpt2", Layout(data=2, tensor=2, zero=2, num_microbatches=2, remat="full", overlap=True)),
+    ("shallow", Layout(data=2, tensor=2, zero=3, num_microbatches=2, overlap=True)),
     ("gpt2", Layout(data=2, tensor=4, zero=3, num_microbatches=2, remat="selective", overlap=True)),
     # pipelines: schedules, uneven layers (the head weighs as much as many), tied tables, any number of microbatches
     ("llama", Layout(pipeline=2, num_microbatches=2, schedule="gpipe", layers=(2, 1))),
