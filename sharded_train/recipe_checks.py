@@ -93,22 +93,18 @@ def out_of_range(recipe: Recipe) -> list[str]:
 
 def indivisible(recipe: Recipe, sizes: Mapping[str, int], num_devices: int | None) -> list[str]:
     """Dims that do not split over the mesh's axes."""
-    model, train, tensor = recipe.model, recipe.train, sizes.get("tensor", 1)
-    factors = {"train.num_microbatches": train.num_microbatches}
-    if "data" in sizes:
-        factors = {"mesh.data": sizes["data"], **factors}
-    by = " x ".join(f"{key} {n}" for key, n in factors.items()) if len(factors) > 1 else "train.num_microbatches"
-    why = "every device works through its rows in equal parts"
-    problems = _no_multiple("train.global_batch_size", train.global_batch_size, by, math.prod(factors.values()), why)
-    choices = [t for t in _divisors(model.num_heads) if _tensor_fits(recipe, t) and (num_devices or t) % t == 0]
-    also = f", or mesh.tensor = {_or(nearest(tensor, choices))}" if nearest(tensor, choices) else ""
+    model, tensor = recipe.model, sizes.get("tensor", 1)
+    ways = sizes.get("sequence", 1)
+    problems = _batch(recipe, sizes, num_devices)
+    fits = [t for t in _divisors(model.num_heads) if _tensor_fits(recipe, t, ways) and (num_devices or t) % t == 0]
+    also = f", or mesh.tensor = {_or(nearest(tensor, fits))}" if nearest(tensor, fits) else ""
     mlp = "up, gate and down" if model.activation == "swiglu" else "up and down"
     for key, value, why in (
         ("model.num_heads", model.num_heads, "the heads dim of attention's q and out is split over tensor"),
         ("model.d_ff", model.d_ff, f"the mlp dim of {mlp} is split over tensor"),
     ):
         problems += _no_multiple(key, value, "mesh.tensor", tensor, why, also)
-    problems += _sequence(recipe, sizes.get("sequence", 1), tensor, also)
+    problems += _sequence(recipe, ways, tensor, num_devices, also)
     if model.num_kv_heads is not None and not _kv_fits(model.kv_heads, tensor):
         kv = [n for n in _divisors(model.num_heads) if _kv_fits(n, tensor)]
         problems.append(
@@ -126,23 +122,40 @@ def indivisible(recipe: Recipe, sizes: Mapping[str, int], num_devices: int | Non
     return problems
 
 
-def _sequence(recipe: Recipe, ways: int, tensor: int, also: str) -> list[str]:
+def _batch(recipe: Recipe, sizes: Mapping[str, int], num_devices: int | None) -> list[str]:
+    """Rows that do not split over data and microbatches: other rows, microbatches or, of the same devices, axes."""
+    mesh, rows, m = recipe.mesh, recipe.train.global_batch_size, recipe.train.num_microbatches
+    data, tensor = sizes.get("data", 1), sizes.get("tensor", 1)
+    by = f"mesh.data {data} x train.num_microbatches {m}" if "data" in sizes else "train.num_microbatches"
+    if min(rows, m, data, tensor) < 1:
+        return []
+    offers = [f"train.num_microbatches = {_or(nearest(m, _divisors(rows // data)))}"] if rows % data == 0 else []
+    if "data" in sizes and math.prod(sizes.values()) == num_devices:
+        all_ranks, ways = data * tensor, sizes["sequence"]
+        fits = [t for t in _divisors(all_ranks) if rows % (all_ranks // t * m) == 0 and _tensor_fits(recipe, t, ways)]
+        for t in nearest(tensor, fits):
+            changed = {"data": all_ranks // t, "tensor": t}
+            offers.append(" with ".join(f"mesh.{a} = {n}" for a, n in changed.items() if getattr(mesh, a) != -1))
+    why = "every device works through its rows in equal parts"
+    return _no_multiple("train.global_batch_size", rows, by, data * m, why, "".join(f", or {o}" for o in offers))
+
+
+def _sequence(recipe: Recipe, ways: int, tensor: int, num_devices: int | None, also: str) -> list[str]:
     """Rows that do not split over the sequence axis, and over tensor between the blocks."""
     length, heads, context = recipe.train.sequence_length, recipe.model.num_heads, recipe.attention.context
     if ways < 1 or tensor < 1:
         return []
+    unit = _row_unit(ways, tensor)
     if ways == 1:
         why = "activations between blocks are split over tensor"
-        return _no_multiple("train.sequence_length", length, "mesh.tensor", tensor, why, also)
-    by, unit = f"2 x mesh.sequence {ways}", 2 * ways
+        return _no_multiple("train.sequence_length", length, "mesh.tensor", unit, why, also)
+    by = " x ".join(["2"] * (tensor % 2) + [f"mesh.sequence {ways}"] + [f"mesh.tensor {tensor}"] * (tensor > 1))
     why = "each device has two chunks of a row, one from either end, so that causal attention is equal work for all"
-    if tensor % 2 == 0:
-        by, unit = f"mesh.sequence {ways} x mesh.tensor {tensor}", ways * tensor
-        why += "; between blocks they are split over tensor"
-    elif tensor > 1:
-        by, unit = f"2 x mesh.sequence {ways} x mesh.tensor {tensor}", 2 * ways * tensor
-        why += "; between blocks they are split over tensor"
-    problems = _no_multiple("train.sequence_length", length, by, unit, why)
+    why += "; between blocks they are split over tensor" if tensor > 1 else ""
+    works = lambda s: length % _row_unit(s, tensor) == 0 == (num_devices or 0) % (s * tensor)
+    fits = [s for s in _divisors(length) if works(s) and (context != "ulysses" or heads % (s * tensor) == 0)]
+    also = f", or mesh.sequence = {_or(nearest(ways, fits))}" if nearest(ways, fits) else ""
+    problems = _no_multiple("train.sequence_length", length, by, unit, why, also)
     if context == "ulysses" and heads >= 1 and heads % tensor == 0 and heads // tensor % ways:
         fits = _divisors(heads // tensor)
         problems.append(
@@ -272,10 +285,15 @@ def _no_multiple(key: str, value: int, by: str, divisor: int, why: str, also: st
     ]
 
 
-def _tensor_fits(recipe: Recipe, tensor: int) -> bool:
-    model = recipe.model
-    dims = (model.num_heads, model.d_ff, recipe.train.sequence_length)
-    return all(dim % tensor == 0 for dim in dims) and _kv_fits(model.kv_heads, tensor)
+def _row_unit(ways: int, tensor: int) -> int:
+    """What a row's length must be a multiple of: of two chunks a sequence rank, split over tensor as one."""
+    return tensor if ways == 1 else ways * math.lcm(2, tensor)
+
+
+def _tensor_fits(recipe: Recipe, tensor: int, ways: int) -> bool:
+    model, unit = recipe.model, _row_unit(max(ways, 1), tensor)
+    whole = model.num_heads % tensor == 0 == model.d_ff % tensor and recipe.train.sequence_length % unit == 0
+    return whole and _kv_fits(model.kv_heads, tensor)
 
 
 def _kv_fits(kv_heads: int, tensor: int) -> bool:

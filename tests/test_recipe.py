@@ -60,6 +60,18 @@ def test_the_default_recipe_is_sound() -> None:
             ],
         ),
         (
+            ["train.global_batch_size=28", "train.num_microbatches=2", "mesh.tensor=2"],
+            ["train.global_batch_size = 24 or 32, or train.num_microbatches = 1 or 7, or mesh.tensor = 4"],
+        ),
+        (
+            ["train.global_batch_size=8", "train.num_microbatches=3", "mesh.tensor=2"],
+            ["train.global_batch_size = 12, or train.num_microbatches = 2"],
+        ),
+        (
+            ["train.global_batch_size=4", "mesh.data=8"],
+            ["train.global_batch_size = 8, or mesh.data = 4 with mesh.tensor = 2"],
+        ),
+        (
             ["mesh.tensor=8", "model.num_heads=12", "model.d_model=384"],
             [
                 "model.num_heads = 12 is no multiple of mesh.tensor = 8",
@@ -123,6 +135,10 @@ def test_the_default_recipe_is_sound() -> None:
             ["mesh.sequence=8", "mesh.data=1", "attention.context=ulysses"],
             ["model.num_heads 4 / mesh.tensor 1 = 4 heads do not split over mesh.sequence = 8", "mesh.sequence = 4"],
         ),
+        (
+            ["mesh.sequence=8", "train.sequence_length=24", "mesh.data=1"],
+            ["train.sequence_length = 16 or 32, or mesh.sequence = 4"],
+        ),
         (["mesh.data=3", "train.global_batch_size=33"], ["data 3", "the number of devices is 8"]),
         (["mesh.tensor=-1"], ["mesh.data = -1 and mesh.tensor = -1"]),
         (["mesh.tensor=0"], ["mesh.tensor = 0"]),
@@ -183,12 +199,23 @@ def test_without_devices_all_that_can_be_told_is_told() -> None:
     assert problems(changed("mesh.pipeline=-1", "mesh.data=1"), 16)  # more stages than layers
 
 
+def test_another_sequence_axis_is_offered() -> None:
+    (problem,) = problems(changed("mesh.sequence=3", "model.num_heads=12", "model.head_dim=4"), None)
+    assert problem.endswith("train.sequence_length = 252 or 258, or mesh.sequence = 2 or 4")
+    (problem,) = problems(changed("mesh.sequence=6", "train.global_batch_size=64"), 24)
+    assert problem.endswith("or mesh.sequence = 4 or 8")
+    ulysses = ["attention.context=ulysses", "model.num_heads=6", "model.head_dim=4"]
+    found = problems(changed("mesh.sequence=3", *ulysses), None)
+    assert [problem.rpartition("or ")[2] for problem in found] == ["mesh.sequence = 2"]
+
+
 def test_what_is_offered_works() -> None:
     """In random recipes, each "KEY = A or B" that a problem offers makes that problem go."""
     rng, offers = random.Random(0), 0
     for _ in range(60):
         settings = {
             "mesh.tensor": rng.choice([1, 2, 3, 4, 6, 8]),
+            "mesh.sequence": rng.choice([1, 1, 2, 3]),
             "model.num_heads": rng.randint(1, 24),
             "model.num_kv_heads": rng.randint(1, 12),
             "model.head_dim": rng.randint(2, 9),
