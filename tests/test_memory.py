@@ -32,8 +32,39 @@ def test_gives_no_advice_that_is_taken_already() -> None:
         }
     )
     text = memory.explain("", smallest, describe(smallest, stand_ins("1x8")))
-    assert not any(words in text for words in ("zero.stage", "remat", "num_microbatches", "bf16:"))
-    assert "mesh.tensor=2" in text
+    assert not any(words in text for words in ("zero.stage", "remat", "config.train.num_microbatches=8:", "bf16:"))
+    assert "mesh.tensor=2 config.mesh.data=4 config.train.num_microbatches=2:" in text
+
+
+def long_rows(**mesh: int) -> recipe.Recipe:
+    return recipe.from_dict(
+        {
+            "model": {"vocab_size": 512, "d_model": 512, "num_layers": 2, "num_heads": 8, "d_ff": 1024},
+            "mesh": mesh,
+            "precision": {"recipe": "bf16"},
+            "train": {"global_batch_size": 8, "sequence_length": 8192, "num_microbatches": 1, "remat": "selective"},
+        }
+    )
+
+
+def test_what_frees_most_comes_first_and_what_frees_nothing_is_not_said() -> None:
+    cluster = stand_ins("2x4")
+    held = {memory.MOMENTS: 10, memory.GRADIENTS: 50, memory.ACTIVATIONS: 1000}
+    found = memory.remedies(long_rows(data=8), cluster, held)
+    assert found[0].startswith("config.train.remat=full:")
+    assert found[1].startswith("config.mesh.sequence=2 config.mesh.data=4 config.train.num_microbatches=2:")
+    assert found[-1].startswith("config.train.sequence_length=4096:")
+    found = memory.remedies(long_rows(data=8), cluster, {memory.GRADIENTS: 1000, memory.ACTIVATIONS: 1})
+    assert found[0].startswith("config.zero.stage=2:")
+    assert not any("remat" in words for words in found)
+
+
+def test_no_advice_is_refused() -> None:
+    """Tensor parallelism ends at a host's devices, and ZeRO-2 is no advice for a pipeline."""
+    assert any("mesh.tensor=4" in words for words in memory.remedies(long_rows(tensor=2), stand_ins("2x4"), {}))
+    assert not any("mesh.tensor" in words for words in memory.remedies(long_rows(tensor=4), stand_ins("2x4"), {}))
+    assert any("zero.stage=2" in words for words in memory.remedies(long_rows(), stand_ins("1x2"), {}))
+    assert not any("zero.stage" in words for words in memory.remedies(long_rows(pipeline=2), stand_ins("1x4"), {}))
 
 
 def test_refuses_a_step_that_cannot_fit() -> None:

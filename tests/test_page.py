@@ -164,7 +164,10 @@ def test_the_verdict_says_what_bounds_and_what_to_try_first() -> None:
 def test_what_does_not_fit_is_to_be_mended_first() -> None:
     facts = facts_of("loops")
     facts["memory"] |= {"verdict": "does not fit", "words": "does not fit: 90 GiB of 72.8 GiB", "total_bytes": 90 * GIB}
-    said = verdict.describe(facts)["words"]
+    section = verdict.describe(facts)
+    said = section["words"]
+    assert verdict.UNLIKE in said, "XLA hides nothing in a program that does not fit"
+    assert section["tries"] == []
     assert said.startswith("Does not fit: 90 GiB of 72.8 GiB.")
     assert said.endswith("Try first what makes it fit: config.train.remat=full.")
     assert "verdict bad" in page.page({**facts, "verdict": verdict.describe(facts)}, "x")

@@ -17,9 +17,10 @@ import jax
 from jax.sharding import NamedSharding
 
 from sharded_train import memory, params
+from sharded_train.memory import ACTIVATIONS, GRADIENTS, MASTERS, MOMENTS, WEIGHTS
 from sharded_train.rehearse import scopes
 from sharded_train.rehearse.buffers import Temporaries, Value
-from sharded_train.rehearse.compile import Compiled
+from sharded_train.rehearse.compile import Compiled, stand_ins
 from sharded_train.rehearse.hlo import Instruction, Module, shapes_in
 from sharded_train.rehearse.origins import Origins, argument_in_words
 from sharded_train.rehearse.wires import Collective
@@ -30,7 +31,7 @@ from sharded_train.step import Program
 
 TOO_CLOSE = 0.03  # of what there is
 LARGEST = 12  # arrays named
-WEIGHTS, GRADIENTS, ACTIVATIONS = "gathered weights", "gradients", "activations and temporaries"
+ROOM = 0.8  # of what there is: below it nothing need shrink
 WORKSPACE, GAPS, RESULTS = "workspaces of kernels", "gaps between arrays", "results beside the state"
 
 
@@ -48,7 +49,8 @@ def describe(compiled: Compiled, module: Module, collectives: Sequence[Collectiv
     step = {**of_program, **_temporaries(compiled, kinds)}
     assert sum(sums.values()) + sum(step.values()) == total, (sums, step, total)
     verdict = verdict_of(total, limit)
-    sizes = dict(compiled.program.plan.sizes)
+    held = {**sums, **step}
+    shrink = memory.remedies(compiled.recipe, stand_ins(compiled.cluster), held) if total >= ROOM * limit else []
     return {
         "verdict": verdict,
         "words": _words(verdict, total, compiled),
@@ -58,7 +60,7 @@ def describe(compiled: Compiled, module: Module, collectives: Sequence[Collectiv
         "total_bytes": total,
         "parts": [*_parts("state", sums), *_parts("step", step)],
         "largest": _largest(state, compiled.temporaries, kinds),
-        "remedies": list(memory.remedies(compiled.recipe, sizes, compiled.cluster.num_devices)),
+        "remedies": shrink,
         "warnings": warnings,
     }
 
@@ -88,9 +90,9 @@ def _state(program: Program) -> list[tuple[str, str, int]]:
 
     def each() -> Iterator[tuple[str, str, int]]:
         for name, leaf in zip(names, jax.tree.leaves(state.params), strict=True):
-            yield "master weights", name, bytes_held(leaf)
+            yield MASTERS, name, bytes_held(leaf)
         for name, slots in zip(names, structure.flatten_up_to(state.opt_state), strict=True):
-            yield "moments", name, sum(map(bytes_held, jax.tree.leaves(slots)))
+            yield MOMENTS, name, sum(map(bytes_held, jax.tree.leaves(slots)))
         for name, leaf in zip(names, jax.tree.leaves(state.ema), strict=False):
             yield "averaged weights", name, bytes_held(leaf)
 

@@ -24,6 +24,8 @@ def section(time: Mapping[str, Any]) -> Iterator[str]:
     yield paragraph(
         f"At least {seconds_in_words(step)}, so an MFU of at most {100 * time['mfu']:.1f} % of {time['peak_words']}."
     )
+    for note in time["notes"]:
+        yield f'<div class="warning">{html.escape(note)}</div>'
     parts = list(_parts(time))
     yield figure(bar(parts, step) + legend(with_shares(parts, step)), "What one step is made of.")
     if time["idle"]:
@@ -52,8 +54,6 @@ def section(time: Mapping[str, Any]) -> Iterator[str]:
     ]
     yield table(("of", "what", "bound by", "runs", "time a step", "share"), rows, right=(3, 4, 5))
     yield paragraph(time["bound"], css="soft")
-    for note in time["notes"]:
-        yield paragraph(note, css="soft")
 
 
 OVERVIEW = (

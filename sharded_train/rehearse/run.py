@@ -57,6 +57,8 @@ def facts_of(compiled: Compiled) -> dict[str, Any]:
         "computed": computed.describe(module, flops, dtype, pace),
         "time": timeline.describe(module, cluster, collectives, flops, dtype, pace),
     }
+    if facts["memory"]["verdict"] == "does not fit":
+        facts["time"]["notes"].insert(0, verdict.UNLIKE)
     facts["verdict"] = verdict.describe(facts)
     facts["warnings"] = [
         *cluster.remarks,

@@ -165,6 +165,7 @@ def _tables(section: Mapping[str, Any]) -> Iterator[Any]:
         f"MFU {100 * section['mfu']:.1f} % at most = {flops_in_words(section['model_flops'])} / "
         f"{seconds_in_words(step)} / {section['peak_words']}; {tokens:,.0f} tokens/s on each device."
     )
+    yield from section["notes"]
     if section["idle"]:
         yield f"{IDLE}: {seconds_in_words(section['idle'])}, {share(section['idle'])} of the step."
     links = new_table("collectives over", "link", "take", "exposed", "hidden", right=["take", "exposed", "hidden"])
@@ -183,7 +184,6 @@ def _tables(section: Mapping[str, Any]) -> Iterator[Any]:
         kernels.add_row(f"{len(left)} more", "", "", "", seconds_in_words(rest), share(rest))
     yield kernels
     yield section["bound"]
-    yield from section["notes"]
 
 
 def link_words(link: str) -> str:

@@ -16,6 +16,10 @@ from sharded_train.show_tables import bytes_in_words, new_table
 
 WORTH = 0.01  # of a step: what saves less is not worth a line
 MOST = 5  # things to try
+UNLIKE = (
+    "These times are not those of a program that fits: for one that does not, XLA orders its work by memory alone and "
+    "hides no communication."
+)
 MUCH = 2**20  # bytes sent in a step, below which their dtype does not matter
 
 
@@ -32,10 +36,14 @@ def describe(facts: Mapping[str, Any]) -> dict[str, Any]:
     """The section as JSON values, from the other sections of the facts."""
     tries = sorted(_tries(facts), key=lambda each: -each.seconds)
     step = facts["time"]["step_seconds"]
-    worth = [each for each in tries if each.seconds >= WORTH * step][:MOST]
+    fits = facts["memory"]["verdict"] != "does not fit"
+    worth = [each for each in tries if each.seconds >= WORTH * step][:MOST] if fits else []
     words = [_fits(facts["memory"]), *_step(facts["time"]), *_worst_link(facts["time"])]
+    words += [] if fits else [UNLIKE]
     if remedies := _remedies(facts["memory"]):
         words.append(f"Try first what makes it fit: {remedies}.")
+    elif not fits:
+        words.append("It cannot be made to fit by a setting that is known here: take more devices or a smaller model.")
     elif worth:
         saved = f"at most {seconds_in_words(worth[0].seconds)} of the step, {_percent(worth[0].seconds, step)}"
         words.append(f"Try first: {worth[0].what} ({worth[0].why}; {saved}).")
@@ -123,10 +131,6 @@ def _tries(facts: Mapping[str, Any]) -> Iterator[Try]:
             row["flops"] / peak,
             f"{row['runs']:,} products of {row['shapes']} fell back",
         )
-    slow = [row for row in time["kernels"] if row["what"] not in ("matrix products", "attention")]
-    for row in slow[:3]:
-        why = f"{row['runs']:,} kernels bound by {row['bound']}"
-        yield Try(f"{row['what']} in {row['part']}: fuse it, or lay the arrays out without it", row["seconds"], why)
 
 
 def _less_of(axes: list[str], link: str, facts: Mapping[str, Any]) -> str:
