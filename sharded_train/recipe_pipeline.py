@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from sharded_train import params
+from sharded_train import params, recipe_checks
 from sharded_train.errors import ConfigError
 from sharded_train.models.decoder import DecoderConfig, param_specs
 from sharded_train.pipeline import Pipeline, PipelineConfig, pipeline_of
@@ -40,7 +40,7 @@ def problems(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
     asked = f"mesh.pipeline = {p}, pipeline.schedule = {chosen.schedule}, pipeline.num_chunks = {chunks}"
     for refuses in (
         lambda: make(chosen.schedule, p, 1, chunks),
-        lambda: split(num_layers, p, chunks, layers=chosen.layers),
+        lambda: split(num_layers, p, chunks, head=_head_load(recipe), layers=chosen.layers),
     ):
         try:
             refuses()
@@ -63,7 +63,7 @@ def warnings(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
             "in every program compiled so far that took more time than the bubble it fills (docs/measurements.md): see "
             "with 'sharded-train rehearse --compare' whether it does here"
         )
-    return [*found, *_layers(recipe, pipe), *_zero(recipe, pipe, sizes)]
+    return [*found, *_layers(recipe, pipe), *_empty(recipe, pipe), *_zero(recipe, pipe, sizes)]
 
 
 def pipe_of(recipe: Recipe, num_stages: int) -> Pipeline:
@@ -83,6 +83,21 @@ def one_chunk_of(recipe: Recipe, pipe: Pipeline) -> Pipeline:
     if pipe.schedule.name == "1f1b":
         return pipe
     return pipe_of(dataclasses.replace(recipe, pipeline=PipelineConfig()), pipe.num_stages)
+
+
+def _head_load(recipe: Recipe) -> float:
+    """What head and loss cost, in layers, as the program's split counts them: so what is offered is what it takes.
+
+    0 without layers of one's own, where nothing is offered, and where numbers are out of range.
+    """
+    if recipe.pipeline.layers is None or recipe_checks.out_of_range(recipe):
+        return 0.0
+    model, train = (
+        dataclasses.replace(recipe.model, num_layers=1),
+        dataclasses.replace(recipe.train, num_microbatches=1),
+    )
+    alone = dataclasses.replace(recipe, model=model, train=train, pipeline=PipelineConfig())
+    return float(pipe_of(alone, 1).split.loads.sum()) - 1
 
 
 def _chunks(config: PipelineConfig) -> int:
@@ -111,6 +126,27 @@ def _layers(recipe: Recipe, pipe: Pipeline) -> list[str]:
         f"pipeline.layers = {','.join(map(str, recipe.pipeline.layers))} makes the step {slower:.0%} slower than "
         f"{layers}, which is taken without it"
     ]
+
+
+def _empty(recipe: Recipe, pipe: Pipeline) -> list[str]:
+    """Stages that were left without layers, and the most stages of which none is, with the same devices."""
+    p, layers = pipe.num_stages, pipe.split.layers.sum(1)
+    if recipe.pipeline.layers is not None or layers.all():
+        return []
+    loads = ", ".join(f"{load:.3g}" for load in pipe.split.loads.sum(1))
+    said = (
+        f"mesh.pipeline = {p} leaves stages without layers: they have {', '.join(map(str, layers))}, which with head "
+        f"and loss is the work of {loads} layers"
+    )
+    for fewer in (q for q in range(p - 1, 0, -1) if p % q == 0):
+        other = pipe_of(recipe, fewer)
+        has, time = other.split.layers.sum(1), neighbours(other.schedule, other.costs).time
+        if has.all():
+            saved = 1 - fewer * time / (p * neighbours(pipe.schedule, pipe.costs).time)
+            needs = f"need {abs(saved):.0%} {'less' if saved > 0 else 'more'} time"
+            listed = ", ".join(map(str, has))
+            return [f"{said}; with mesh.pipeline = {fewer} they have {listed}, and the same devices {needs}"]
+    return [said]
 
 
 def _zero(recipe: Recipe, pipe: Pipeline, sizes: Mapping[str, int]) -> list[str]:

@@ -12,6 +12,7 @@ from sharded_train import recipe_pipeline
 from sharded_train.errors import ConfigError
 from sharded_train.mesh import stand_ins
 from sharded_train.recipe import Recipe, check, from_dict, program_on, warnings_of
+from sharded_train.schedules.simulate import neighbours
 from sharded_train.show import describe
 
 
@@ -44,8 +45,8 @@ REFUSED = [
         ["4 stages × 4 chunks = 16 chunks, but the model has 12 layers", "at most 3 chunks a stage"],
     ),
     (["model.num_layers=3"], ["4 stages × 1 chunk = 4 chunks", "3 layers", "at most 3 stages"]),
-    (["pipeline.layers=3,3,3"], ["layers (3, 3, 3) are 3 numbers", "4 stages × 1 chunk = 4", "(3, 3, 3, 3) works"]),
-    (["pipeline.layers=3,3,3,4"], ["sum to 13, but the model has 12", "(3, 3, 3, 3) works"]),
+    (["pipeline.layers=3,3,3"], ["layers (3, 3, 3) are 3 numbers", "4 stages × 1 chunk = 4", "(4, 3, 3, 2) works"]),
+    (["pipeline.layers=3,3,3,4"], ["sum to 13, but the model has 12", "(4, 3, 3, 2) works"]),
     (["pipeline.layers=6,0,3,3"], ["every chunk but the first and the last needs at least 1"]),
     (["pipeline.num_chunks=0"], ["pipeline.num_chunks = 0: must be at least 1"]),
 ]
@@ -67,6 +68,29 @@ def test_the_layers_that_are_offered_work() -> None:
         (problem,) = problems(changed(f"pipeline.layers={layers}"))
         (offered,) = re.findall(r"\(([\d, ]+)\) works", problem)
         assert problems(changed(f"pipeline.layers={offered.replace(' ', '')}")) == []
+
+
+@pytest.mark.parametrize(("num_layers", "stages"), [(4, 2), (4, 4), (6, 4), (30, 8)])
+def test_the_layers_that_are_offered_are_those_that_would_be_chosen(num_layers: int, stages: int) -> None:
+    shape = [f"model.num_layers={num_layers}", f"mesh.pipeline={stages}"]
+    (problem,) = problems(changed(*shape, "pipeline.layers=2,1"))
+    chosen = recipe_pipeline.pipe_of(changed(*shape), stages).split.layers.T.ravel()
+    assert problem.endswith(f"({', '.join(map(str, chosen))}) works")
+
+
+def test_a_stage_without_layers_is_said_with_what_would_be_better() -> None:
+    small = ["model.num_layers=4", "mesh.pipeline=4"]
+    (warning,) = warnings_of(changed(*small), 8)
+    assert "mesh.pipeline = 4 leaves stages without layers: they have 2, 1, 1, 0" in warning
+    assert "work of 2, 1, 1, 1.21 layers" in warning
+    four, two = (recipe_pipeline.pipe_of(changed("model.num_layers=4"), stages) for stages in (4, 2))
+    times = [pipe.num_stages * neighbours(pipe.schedule, pipe.costs).time for pipe in (four, two)]
+    less = f"{1 - times[1] / times[0]:.0%} less time"
+    assert f"with mesh.pipeline = 2 they have 3, 1, and the same devices need {less}" in warning
+    assert warnings_of(changed("model.num_layers=4", "mesh.pipeline=2"), 8) == []
+    assert not any("without layers" in words for words in warnings_of(changed(*small, "pipeline.layers=2,1,1,0"), 8))
+    (warning,) = warnings_of(changed("model.num_layers=4", "mesh.pipeline=3"), None)
+    assert "with mesh.pipeline = 1 they have 4" in warning
 
 
 def test_what_is_wrong_with_a_pipeline_is_told_at_once_with_the_rest() -> None:
