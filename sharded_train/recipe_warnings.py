@@ -19,15 +19,20 @@ def without_effect(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
 
 def _mesh(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
     mesh, zero, warnings = recipe.mesh, recipe.zero, []
-    if sizes.get("data") == 1 and zero.stage > 0 and sizes.get("pipeline") == 1:
-        warnings.append(f"zero.stage = {zero.stage} shards nothing: mesh.data is 1")
-    if sizes.get("data") == 1 and zero.stage > 1 and sizes.get("pipeline", 1) > 1:
+    alone = sizes.get("data") == 1 and sizes.get("sequence") == 1
+    if alone and zero.stage > 0 and sizes.get("pipeline") == 1:
+        warnings.append(f"zero.stage = {zero.stage} shards nothing: mesh.data and mesh.sequence are 1")
+    if alone and zero.stage > 1 and sizes.get("pipeline", 1) > 1:
         warnings.append(
-            f"zero.stage = {zero.stage} shards no more than 1 does: mesh.data is 1, and pipeline splits only the state "
-            "of what belongs to no stage"
+            f"zero.stage = {zero.stage} shards no more than 1 does: mesh.data and mesh.sequence are 1, and pipeline "
+            "splits only the state of what belongs to no stage"
         )
-    if sizes.get("data") == 1 and zero.reduce_dtype != "float32":
-        warnings.append(f"zero.reduce_dtype = {zero.reduce_dtype} changes nothing: mesh.data is 1")
+    if alone and zero.reduce_dtype != "float32" and sizes.get("pipeline") == 1:
+        warnings.append(f"zero.reduce_dtype = {zero.reduce_dtype} changes nothing: nothing is reduced over one device")
+    if zero.group_size == 1 and zero.stage > 0 and sizes.get("data", 1) > 1 and sizes.get("sequence") == 1:
+        warnings.append(
+            f"zero.stage = {zero.stage} shards nothing over data: zero.group_size = 1 gives every data rank a copy"
+        )
     if zero.group_size is not None and (zero.stage == 0 or zero.group_size == sizes.get("data")):
         why = "zero.stage is 0" if zero.stage == 0 else f"it is mesh.data = {zero.group_size}, all of one group already"
         warnings.append(f"zero.group_size = {zero.group_size} changes nothing: {why}")

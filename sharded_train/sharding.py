@@ -160,11 +160,14 @@ def place(spec: ParamSpec, sizes: Mapping[str, int], zero: ZeroConfig) -> Placem
     """
     gathered, reasons = _gathered(spec, sizes)
     several = lambda *axes: tuple(axis for axis in axes if sizes[axis] > 1 and axis not in gathered)
-    choices = dict.fromkeys((several(*ZERO_AXES, "pipeline"), several(*ZERO_AXES))) if zero.stage else {}
-    axes, dim = next(((a, d) for a in choices if (d := _zero_dim(spec, gathered, a, sizes)) is not None), ((), None))
-    if (wanted := several(*ZERO_AXES)) and zero.stage and not set(wanted) <= set(axes):
+    wanted = several(*ZERO_AXES)
+    choices = (several(*ZERO_AXES, "pipeline"), wanted, *((axis,) for axis in wanted)) if zero.stage else ()
+    fits = ((axes, _zero_dim(spec, gathered, axes, sizes)) for axes in dict.fromkeys(choices))
+    axes, dim = next(((axes, dim) for axes, dim in fits if dim is not None), ((), None))
+    if zero.stage and not set(wanted) <= set(axes):
+        whole = " x ".join(axis for axis in wanted if axis not in axes)
         ways = math.prod(sizes[a] for a in wanted)
-        reasons = (*reasons, f"whole over {' x '.join(wanted)}: no dim of {spec.shape} is a multiple of {ways}")
+        reasons = (*reasons, f"whole over {whole}: no dim of {spec.shape} is a multiple of {ways}")
     split: list[tuple[str, ...]] = [(axis,) if axis else () for axis in gathered]
     if dim is not None:
         split[dim] = (*split[dim], *axes)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from sharded_train import equivalence, params
 from sharded_train.equivalence import MODELS, Layout
 from sharded_train.models.decoder import DecoderConfig, param_specs
-from sharded_train.params import ParamSpec, Tree, named_leaves
+from sharded_train.params import ParamSpec, Tree, named_leaves, ones
 from sharded_train.recipe import load
 from sharded_train.sharding import MESH_AXIS, Placement, ZeroConfig, collect, is_placement, place, plan_of
 
@@ -181,3 +181,13 @@ def test_collecting_every_stored_shard_gives_the_leaf_back(shape: tuple[int, ...
     stack, layer = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=p.stored, out_specs=out))(leaf)
     assert np.array_equal(stack, np.concatenate([leaf, leaf]))  # once for each device of data
     assert np.array_equal(layer, np.concatenate([leaf[1], leaf[1]]))
+
+
+def test_zero_splits_over_the_axes_that_a_leaf_allows() -> None:
+    """32 is no multiple of data 2 x sequence 3, but of data 2; 33 of sequence 3; 35 of neither."""
+    sizes = {"pipeline": 1, "data": 2, "sequence": 3, "tensor": 1}
+    for size, axes, whole in ((32, ("data",), "sequence"), (33, ("sequence",), "data"), (35, (), "data x sequence")):
+        found = place(ParamSpec((size,), ("embed",), ones), sizes, ZeroConfig(1))
+        assert found.zero_axes == axes
+        assert found.reasons == (f"whole over {whole}: no dim of ({size},) is a multiple of 6",)
+    assert place(ParamSpec((36,), ("embed",), ones), sizes, ZeroConfig(1)).zero_axes == ("data", "sequence")

@@ -278,7 +278,8 @@ def test_every_number_has_a_range() -> None:
 @pytest.mark.parametrize(
     ("overrides", "num_devices", "words"),
     [
-        ([], 1, "zero.stage = 1 shards nothing: mesh.data is 1"),
+        ([], 1, "zero.stage = 1 shards nothing: mesh.data and mesh.sequence are 1"),
+        (["mesh.data=2", "mesh.tensor=4", "zero.group_size=1"], 8, "zero.group_size = 1 gives every data rank a copy"),
         (["zero.stage=0", "zero.reduce_dtype=bfloat16"], 1, "zero.reduce_dtype = bfloat16 changes nothing"),
         (["mesh.allow_tensor_across_hosts=true"], 8, "mesh.allow_tensor_across_hosts changes nothing"),
         (["mesh.order=tensor,data,pipeline,sequence"], 8, "mesh.order changes nothing"),
@@ -386,3 +387,8 @@ def test_absurd_sizes_are_answered_at_once(change: str) -> None:
 def test_numbers_beyond_fp32_are_refused() -> None:
     with pytest.raises(ConfigError, match="finite in fp32"):
         load(CONFIGS / "quickstart.py", ["--config.schedule.learning_rate=1e39"])
+
+
+def test_what_is_sharded_over_sequence_is_not_said_to_be_whole() -> None:
+    changes = ("mesh.data=1", "mesh.sequence=8", "zero.stage=3", "zero.reduce_dtype=bfloat16")
+    assert warnings_of(changed(*changes), 8) == []
