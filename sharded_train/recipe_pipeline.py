@@ -162,9 +162,10 @@ def _zero(recipe: Recipe, pipe: Pipeline, sizes: Mapping[str, int]) -> list[str]
     saved = layers * FP32 + (layers * weight if zero.stage == 3 else 0)
     if sent - once <= saved:
         return []
+    axes = " and ".join(axis for axis in ("data", "sequence") if sizes.get(axis, 1) > 1)
     return [
         f"zero.stage = {zero.stage} over mesh.pipeline = {pipe.num_stages} with {m} microbatches: each device moves "
-        f"{bytes_in_words(round(sent))} of its layers' weights and gradients over data a step, zero.stage = 1 "
+        f"{bytes_in_words(round(sent))} of its layers' weights and gradients over {axes} a step, zero.stage = 1 "
         f"{bytes_in_words(round(once))}; it saves {bytes_in_words(round(saved))} of memory"
     ]
 
