@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -125,10 +126,15 @@ def _write_one(one: Rehearsal, title: str, outputs: Mapping[str, Path]) -> None:
     if path := outputs.get("hlo"):
         _write(path, one.text)
     if path := outputs.get("html"):
-        _write(path, page.page(one.facts, title))
+        _write(path, page.page(one.facts, title, _command()))
     if path := outputs.get("trace"):
         trace.write(one.facts["time"], path)
         print(f"wrote {path}", file=sys.stderr)
+
+
+def _command() -> str:
+    """The command that asked for this, as it may be typed again."""
+    return shlex.join(["sharded-train", *sys.argv[1:]])
 
 
 def _write_json(facts: Mapping[str, Any], path: Path | None) -> None:

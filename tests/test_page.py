@@ -14,11 +14,14 @@ import numpy as np
 import pytest
 
 from sharded_train.flops import Flops
+from sharded_train.mesh import stand_ins
+from sharded_train.recipe import from_dict
 from sharded_train.rehearse import clusters, compare, computed, hlo, page, timeline, verdict, wires
 from sharded_train.rehearse.wires_places import Places
 from sharded_train.rehearse.wires_totals import totals
+from sharded_train.show import describe
 from sharded_train.show_tables import bytes_in_words
-from tests.rehearsed import tiny
+from tests.rehearsed import PIPELINE, tiny
 
 SAVED = Path(__file__).parent / "hlo"
 PLACES = Places({"data": 2, "sequence": 2, "tensor": 2}, np.repeat([0, 1], 4).reshape(2, 2, 2))
@@ -35,7 +38,8 @@ def facts_of(name: str) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "config": {
             "zero": {"stage": 3, "reduce_dtype": "float32", "group_size": None},
-            "train": {"num_microbatches": 2},
+            "train": {"num_microbatches": 2, "remat": "full", "global_batch_size": 8, "sequence_length": 64},
+            "precision": {"recipe": "bf16"},
         },
         "cluster": {"words": cluster.words, "device": dataclasses.asdict(cluster.device)},
         "mesh": {"sizes": dict(PLACES.sizes), "links": {"data": {"kind": "network", "per_host": 1}}},
@@ -47,7 +51,7 @@ def facts_of(name: str) -> dict[str, Any]:
             "reserve_bytes": 6 * GIB,
             "total_bytes": 10 * GIB,
             "parts": [{"name": "moments", "bytes": 9 * GIB}, {"name": "batch", "bytes": GIB}],
-            "largest": [{"name": "up", "shape": "bf16[2]", "bytes": 4, "kind": "moments", "where": "mlp"}],
+            "largest": [{"name": "up", "shape": "bf16[2]", "count": 4, "bytes": 16, "kind": "moments", "where": "mlp"}],
             "remedies": ["config.train.remat=full"],
         },
         "wires": {
@@ -113,6 +117,33 @@ def test_the_numbers_of_the_page_are_those_of_the_facts() -> None:
         assert timeline.seconds_in_words(row["seconds"]) in text
     assert facts["verdict"]["words"] in text
     assert "mind the gap" in text
+    assert "4 × bf16[2]" in text
+
+
+def test_the_page_says_what_was_rehearsed() -> None:
+    text = " ".join(Tags(page.page(facts_of("loops"), "x", "sharded-train rehearse --config.zero.stage=3")).texts)
+    assert "sharded-train rehearse --config.zero.stage=3" in text
+    assert "ZeRO stage 3; 2 microbatches; rematerialisation full; precision bf16; 8 rows of 64 tokens" in text
+
+
+def test_captions_explain_what_is_drawn_only() -> None:
+    facts = facts_of("loops")
+    assert "Hatched:" in page.page(facts, "x")
+    assert "Overlapped" not in page.page(facts, "x"), "no column of that name is on the page"
+    facts["memory"] |= {"reserve_bytes": 0, "total_bytes": 80 * GIB}
+    for row in facts["time"]["exposed"]:
+        row["exposed"] = 0.0
+    text = page.page(facts, "x")
+    for words in ("Hatched:", "Pale:", "Striped red:"):
+        assert words not in text
+
+
+def test_a_picture_drawn_for_white_paper_keeps_dark_letters() -> None:
+    """In dark mode too, where all other pictures have light ones."""
+    assert ".light svg text { fill: #1c2430; }" in page.STYLE
+    facts = facts_of("products")
+    shown = describe(from_dict(PIPELINE), stand_ins("2x2"))["pipeline"]
+    assert '<div class="light"><svg xmlns' in page.page({**facts, "pipeline": shown}, "x")
 
 
 def strings(value: Any) -> Any:
@@ -130,7 +161,7 @@ KEPT = ("verdict", "lane", "link", "axes", "op", "members", "dtype", "shares", "
 def test_text_is_never_markup() -> None:
     facts = facts_of("loops")
     facts["verdict"] = strings(facts["verdict"])
-    text = page.page(strings(facts), "<script>\"&'</script>")
+    text = page.page(strings(facts), "<script>\"&'</script>", "rehearse --config='<script>'")
     tags = Tags(text)
     assert "script" not in {tag for tag, _ in tags.tags}
     assert sum("<script>" in words for words in tags.texts) > 30

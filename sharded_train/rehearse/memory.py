@@ -44,7 +44,7 @@ def describe(compiled: Compiled, module: Module, collectives: Sequence[Collectiv
     limit = device.memory - device.reserve
     state = _state(compiled.program)
     of_program, warnings = _of_program(compiled, state)
-    sums = {kind: sum(n for k, _, n in state if k == kind) for kind in dict.fromkeys(kind for kind, _, _ in state)}
+    sums = {each: sum(n for kind, *_, n in state if kind == each) for each in dict.fromkeys(kind for kind, *_ in state)}
     kinds = _Kinds(module, compiled.program, collectives)
     step = {**of_program, **_temporaries(compiled, kinds)}
     assert sum(sums.values()) + sum(step.values()) == total, (sums, step, total)
@@ -82,32 +82,38 @@ def _words(verdict: str, total: int, compiled: Compiled) -> str:
     return f"{fit}. The device has {whole}, of which {left}"
 
 
-def _state(program: Program) -> list[tuple[str, str, int]]:
-    """(kind, name, bytes on a device) of every array that stays from step to step."""
+def _state(program: Program) -> list[tuple[str, str, str, int]]:
+    """(kind, name, shape on a device, bytes of that) of every array that stays from step to step."""
     state = program.abstract_state
     names = [name for name, _ in params.named_leaves(program.specs)]
     structure: Any = jax.tree.structure(state.params)
 
-    def each() -> Iterator[tuple[str, str, int]]:
+    def each() -> Iterator[tuple[str, str, str, int]]:
         for name, leaf in zip(names, jax.tree.leaves(state.params), strict=True):
-            yield MASTERS, name, bytes_held(leaf)
+            yield MASTERS, name, *_held(leaf)
         for name, slots in zip(names, structure.flatten_up_to(state.opt_state), strict=True):
-            yield MOMENTS, name, sum(map(bytes_held, jax.tree.leaves(slots)))
+            yield from ((MOMENTS, name, *_held(leaf)) for leaf in jax.tree.leaves(slots))
         for name, leaf in zip(names, jax.tree.leaves(state.ema), strict=False):
-            yield "averaged weights", name, bytes_held(leaf)
+            yield "averaged weights", name, *_held(leaf)
 
     found = list(each())
-    rest = sum(map(bytes_held, jax.tree.leaves(state))) - sum(n for _, _, n in found)
-    return [*found, ("other state", "counters", rest)]
+    rest = sum(map(bytes_held, jax.tree.leaves(state))) - sum(n for *_, n in found)
+    return [*found, ("other state", "counters", "", rest)]
+
+
+def _held(leaf: Any) -> tuple[str, int]:
+    """What a device holds of an array, as HLO writes it ("f32[2,64]"), and its bytes."""
+    dtype = leaf.dtype.name.replace("float", "f")  # bfloat16 is bf16
+    return f"{dtype}[{','.join(map(str, leaf.sharding.shard_shape(leaf.shape)))}]", bytes_held(leaf)
 
 
 def _parts(what: str, bytes_of: Mapping[str, int]) -> list[dict[str, Any]]:
     return [{"name": name, "bytes": n, "what": what} for name, n in bytes_of.items() if n]
 
 
-def _of_program(compiled: Compiled, state: Sequence[tuple[str, str, int]]) -> tuple[dict[str, int], list[str]]:
+def _of_program(compiled: Compiled, state: Sequence[tuple[str, str, str, int]]) -> tuple[dict[str, int], list[str]]:
     """What the program's arguments and results take beside the state, and what is odd about it."""
-    stats, held = compiled.memory, sum(n for _, _, n in state)
+    stats, held = compiled.memory, sum(n for *_, n in state)
     batch, results = stats.argument_size_in_bytes - held, stats.output_size_in_bytes - stats.alias_size_in_bytes
     warnings = []
     assert batch >= 0, (stats, held)
@@ -202,17 +208,22 @@ def _sorted(dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def _largest(
-    state: Sequence[tuple[str, str, int]], temporaries: Temporaries | None, kinds: _Kinds
+    state: Sequence[tuple[str, str, str, int]], temporaries: Temporaries | None, kinds: _Kinds
 ) -> list[dict[str, Any]]:
     """The largest arrays of the fullest moment; equal ones from one place in the model are told together."""
     found = [(*kinds.of(v), v.shape.partition("{")[0], v.size) for v in temporaries.fullest] if temporaries else []
-    found += [(kind, name, "between steps", "", size) for kind, name, size in state]
+    found += [(kind, name, "between steps", shape, size) for kind, name, shape, size in state]
     rows: list[dict[str, Any]] = []
     for (kind, name, where, shape, size), those in itertools.groupby(sorted(found)):
         count = len(list(those))
         same = {"name": name, "kind": kind, "where": where, "shape": shape, "count": count}
         rows.append({**same, "bytes": count * size})
     return sorted(rows, key=lambda row: -row["bytes"])[:LARGEST]
+
+
+def counted(row: Mapping[str, Any]) -> str:
+    """The arrays of a row of `largest`: "4 × bf16[2,1024]"."""
+    return f"{row['count']} × {row['shape']}" if row["count"] > 1 else str(row["shape"])
 
 
 def tables(section: Mapping[str, Any]) -> list[Any]:
@@ -229,12 +240,11 @@ def tables(section: Mapping[str, Any]) -> list[Any]:
     held.add_row("reserve for NCCL, CUDA, fragmentation", f"{reserve:,}", bytes_in_words(reserve))
     largest = new_table("largest then", "kind", "where", "arrays", "bytes", right=["bytes"])
     for row in section["largest"]:
-        times = f"{row['count']} × " if row["count"] > 1 else ""
         largest.add_row(
             row["name"],
             row["kind"].partition(" and ")[0],
             row["where"],
-            f"{times}{row['shape']}",
+            counted(row),
             bytes_in_words(row["bytes"]),
         )
     found = [f"{section['words']}.", "", held, "", largest]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sharded_train.rehearse import computed, page_time, page_wires
+from sharded_train.rehearse.memory import counted
 from sharded_train.rehearse.page_bars import Part, bar, legend
 from sharded_train.rehearse.page_parts import figure, heading, paragraph, table
 from sharded_train.rehearse.page_style import STYLE, series
@@ -24,11 +25,14 @@ LARGEST = 12  # arrays in the table of the largest
 TINY = 0.005  # of the memory in use, below which a part has no colour of its own
 
 
-def page(facts: Mapping[str, Any], title: str) -> str:
-    """The whole page from the facts of a rehearsal; `title` is what was rehearsed, such as the config's file."""
+def page(facts: Mapping[str, Any], title: str, command: str = "") -> str:
+    """The whole page from the facts of a rehearsal.
+
+    `title` is what was rehearsed, such as the config's file, `command` how it was asked for.
+    """
     body = "\n".join(
         [
-            *_head(facts, title),
+            *_head(facts, title, command),
             *_pipeline(facts.get("pipeline")),
             *_memory(facts["memory"]),
             *page_wires.section(facts["wires"], facts["time"]),
@@ -50,7 +54,7 @@ def document(title: str, body: str) -> str:
     )
 
 
-def _head(facts: Mapping[str, Any], title: str) -> Iterator[str]:
+def _head(facts: Mapping[str, Any], title: str, command: str) -> Iterator[str]:
     sizes = " × ".join(f"{axis} {size:,}" for axis, size in facts["mesh"]["sizes"].items() if size > 1)
     yield f"<h1>Rehearsal: {html.escape(title)}</h1>"
     mesh = f", as {sizes}" if sizes else ""
@@ -59,6 +63,9 @@ def _head(facts: Mapping[str, Any], title: str) -> Iterator[str]:
         "read from the compiled program.",
         css="lede",
     )
+    yield paragraph(_settings(facts["config"]))
+    if command:
+        yield f"<p><code>{html.escape(command)}</code></p>"
     look = LOOKS.get(facts["memory"]["verdict"], "close")
     yield f'<div class="verdict {look}">{paragraph(facts["verdict"]["words"])}</div>'
     yield f'<div class="tiles">{"".join(_tiles(facts))}</div>'
@@ -69,6 +76,16 @@ def _head(facts: Mapping[str, Any], title: str) -> Iterator[str]:
         yield "</details>"
     for warning in facts["warnings"]:
         yield f'<div class="warning">{html.escape(warning)}</div>'
+
+
+def _settings(config: Mapping[str, Any]) -> str:
+    """What decides most about the program; the command has the rest."""
+    train, microbatches = config["train"], config["train"]["num_microbatches"]
+    return (
+        f"ZeRO stage {config['zero']['stage']}; {microbatches:,} microbatch{'' if microbatches == 1 else 'es'}; "
+        f"rematerialisation {train['remat']}; precision {config['precision']['recipe']}; "
+        f"{train['global_batch_size']:,} rows of {train['sequence_length']:,} tokens a step."
+    )
 
 
 def _tiles(facts: Mapping[str, Any]) -> Iterator[str]:
@@ -91,7 +108,8 @@ def _pipeline(section: Mapping[str, Any] | None) -> Iterator[str]:
         return
     yield heading("The pipeline, as its schedule has it")
     yield paragraph(f"{sentence(pipeline_title(section))} {100 * section['bubble']:.1f} % of the stages' time is idle.")
-    yield figure(image(section), "Simulated: time goes right, in units of one layer's forward. Hover over a block.")
+    picture = f'<div class="light">{image(section)}</div>'  # drawn for white paper, whatever the page's
+    yield figure(picture, "Simulated: time goes right, in units of one layer's forward. Hover over a block.")
 
 
 def _memory(section: Mapping[str, Any]) -> Iterator[str]:
@@ -100,11 +118,10 @@ def _memory(section: Mapping[str, Any]) -> Iterator[str]:
     parts = _shown(section["parts"], section["total_bytes"])
     device, reserve = section["device_bytes"], section["reserve_bytes"]
     marks = {f"usable {bytes_in_words(device - reserve)}": device - reserve}
-    yield figure(
-        bar(parts, device, reserve=reserve, marks=marks) + legend(parts),
-        f"One device's memory, {bytes_in_words(device)}. Hatched: what is left to NCCL, the CUDA context and "
-        "fragmentation. Pale: free.",
-    )
+    hatched = " Hatched: what is left to NCCL, the CUDA context and fragmentation." if reserve else ""
+    pale = " Pale: free." if section["total_bytes"] < device - reserve else ""
+    picture = bar(parts, device, reserve=reserve, marks=marks) + legend(parts)
+    yield figure(picture, f"One device's memory, {bytes_in_words(device)}.{hatched}{pale}")
     rows = [
         (part["name"], bytes_in_words(part["bytes"]), f"{100 * part['bytes'] / device:.1f} %")
         for part in section["parts"]
@@ -115,12 +132,12 @@ def _memory(section: Mapping[str, Any]) -> Iterator[str]:
     if section["largest"]:
         yield "<h3>The largest live arrays</h3>"
         arrays = [
-            (each["name"], each["shape"], bytes_in_words(each["bytes"]), each["kind"], each["where"])
+            (each["name"], counted(each), bytes_in_words(each["bytes"]), each["kind"], each["where"])
             for each in section["largest"][:LARGEST]
         ]
-        yield table(("array", "shape", "bytes", "kind", "where"), arrays, right=(2,))
+        yield table(("largest then", "arrays", "bytes", "kind", "where"), arrays, right=(2,))
     if section["remedies"]:
-        yield "<h3>What would shrink them</h3>"
+        yield "<h3>What would shrink it, what frees most first</h3>"
         yield f"<ul>{''.join(f'<li>{html.escape(words)}</li>' for words in section['remedies'])}</ul>"
 
 
@@ -209,8 +226,14 @@ WORDS = {
     "all-reduce": "The same, but each gets the whole sum.",
     "to span": "What a collective in flight has beside it to compute: with nothing, it is waited for.",
     "waiting": "Communication that no computing hides, also called exposed.",
+    "ZeRO stage": "What is split over the data axis instead of being held by all of it: 1 the optimizer's state, "
+    "2 gradients too, 3 weights too.",
     "rematerialised": "Computed again for the backward pass, so that it need not be kept until then.",
     "microbatch": "A part of each device's rows that goes forward and backward by itself; their gradients are added.",
+    "stage": "Of a pipeline: the devices that hold one group of the layers.",
+    "tick": "Of a pipeline: the time in which a stage works on one microbatch, forward or backward.",
+    "in flight": "Microbatches that a stage has taken forward and not yet backward: it keeps their activations.",
+    "bubble": "The part of the stages' time in which they have nothing to work on.",
     "MFU": "FLOPs that the model needs, over what the device could do in the time of the step.",
     "bf16, fp32, TF32, FP8": "Formats of numbers, of 16, 32, 19 (within products) and 8 bits.",
 }

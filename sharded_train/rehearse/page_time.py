@@ -31,7 +31,7 @@ def section(time: Mapping[str, Any]) -> Iterator[str]:
     if time["idle"]:
         yield paragraph(f"{IDLE}: {seconds_in_words(time['idle'])}, {100 * time['idle'] / step:.0f} % of the step.")
     yield "<h3>The step from its first kernel to its last</h3>"
-    yield figure(timeline(time, 0.0, step, loops=True) + _legend(time), OVERVIEW)
+    yield figure(timeline(time, 0.0, step, loops=True) + _legend(time), _overview(time))
     for loop in _innermost(time)[:CLOSE_UPS]:
         axes = " and ".join(_sent_in(time, loop)) or "nothing is sent"
         yield f"<h3>Close up: one {html.escape(loop_words(time, loop))} ({html.escape(axes)})</h3>"
@@ -56,10 +56,23 @@ def section(time: Mapping[str, Any]) -> Iterator[str]:
     yield paragraph(time["bound"], css="soft")
 
 
-OVERVIEW = (
-    "Above, the loops. Of each the first turns are drawn one by one, the others as one block in which heights are "
-    "shares of time. Striped red: the device computes nothing and waits, for a link in the colour of its axis."
-)
+def _overview(time: Mapping[str, Any]) -> str:
+    """What is drawn, of what is there to be drawn."""
+    drawn = {event["what"] for event in time["events"]}
+    words = ["Hover over a block for its name."]
+    if time["loops"]:
+        words.append("Above, the loops.")
+    if "more" in drawn:
+        words.append(
+            "Of each the first turns are drawn one by one, the others as one block in which heights are shares of time."
+        )
+    if _waits(time):
+        words.append("Striped red: the device computes nothing and waits, for a link in the colour of its axis.")
+    return " ".join(words)
+
+
+def _waits(time: Mapping[str, Any]) -> bool:
+    return any(row["exposed"] > 0 for row in time["exposed"])
 
 
 def _parts(time: Mapping[str, Any]) -> Iterator[Part]:
@@ -85,7 +98,8 @@ def _legend(time: Mapping[str, Any]) -> str:
     axes = [
         Part(axes, 0, "", colour_of_axes(axes)) for axes in sorted({row["axes"] for row in time["exposed"]}) if axes
     ]
-    return legend([*kinds, *axes, Part("waiting", 0, "", "var(--free)", waiting=True)])
+    waiting = [Part("waiting", 0, "", "var(--free)", waiting=True)] if _waits(time) else []
+    return legend([*kinds, *axes, *waiting])
 
 
 def _innermost(time: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -41,9 +41,8 @@ def section(wires: Mapping[str, Any], time: Mapping[str, Any]) -> Iterator[str]:
     )
     yield "<h3>Time on the link, and how much of it computing waits for</h3>"
     yield _bars(_waits(time))
-    yield paragraph(
-        "Solid: carried while kernels run. Striped red: computing stands still until it arrives.", css="soft"
-    )
+    striped = " Striped red: computing stands still until it arrives." if any(map(_waited, time["exposed"])) else ""
+    yield paragraph(f"Solid: carried while kernels run.{striped}", css="soft")
     yield "<h3>The collectives</h3>"
     rows = list(_rows(wires["collectives"]))
     yield table(COLUMNS, rows[:ROWS], right=(4, 6))
@@ -108,6 +107,10 @@ def _rows(found: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
             bytes_in_words(round(sum(map(_sent, those)))),
             spans_in_words(those),
         )
+
+
+def _waited(row: Mapping[str, Any]) -> bool:
+    return bool(row["exposed"] > 0)
 
 
 def _sent(each: Mapping[str, Any]) -> float:

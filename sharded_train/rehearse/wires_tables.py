@@ -13,10 +13,8 @@ from sharded_train.rehearse.wires_totals import axes_in_words, number_in_words
 from sharded_train.show_tables import bytes_in_words, new_table
 
 ROWS = 24  # of collectives; the smallest beyond that share a row
-CONVENTION = (
-    "Bytes are those that each device sends in a step, as nccl-tests counts them. Overlapped: the share of them whose "
-    "start and done have a matrix product between."
-)
+CONVENTION = "Bytes are those that each device sends in a step, as nccl-tests counts them."
+OVERLAPPED = "Overlapped: the share of them whose start and done have a matrix product between."
 
 
 def tables(section: Mapping[str, Any]) -> list[Any]:
@@ -29,7 +27,7 @@ def _tables(section: Mapping[str, Any]) -> Iterator[Any]:
         yield "Nothing: no collective stands in the program."
         return
     yield _totals(section["totals"])
-    yield CONVENTION
+    yield f"{CONVENTION} {OVERLAPPED}"
     yield from _collectives(section["collectives"])
     if section["not_understood"]:
         yield _not_understood(section["not_understood"])
