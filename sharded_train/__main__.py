@@ -41,7 +41,7 @@ def _run(argv: list[str]) -> int:
     parser, of_verb = _parsers()
     args, unknown = parser.parse_known_args(arguments)
     verb = VERBS[args.verb]
-    problems = [*_unknown(unknown, of_verb[args.verb]), *_missing(args, verb)]
+    problems = [*_unknown(unknown, of_verb[args.verb]), *_missing(args, verb), *options.problems(args)]
     problems += [] if verb.has_config else [f"{o}: {args.verb} has no config" for o in overrides]
     problems += launch.problems(args) if verb.has_devices else []
     if problems:

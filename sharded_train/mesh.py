@@ -155,8 +155,11 @@ def links(array: np.ndarray, names: Sequence[str]) -> dict[str, Link]:
 
 
 def stand_ins(cluster: str) -> list[StandIn]:
-    """Devices of a cluster that is not there, from "HOSTSxDEVICES" such as "8x8"."""
-    if not (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", cluster)):
+    """Devices of a cluster that is not there, from "HOSTSxDEVICES" such as "8x8".
+
+    A kind before it, as `rehearse` has in "h100:8x8", is passed over: where devices stand does not depend on it.
+    """
+    if not (match := re.fullmatch(r"(?:\w+:)?([1-9]\d*)x([1-9]\d*)", cluster)):
         raise ConfigError(f"cluster {cluster!r}: wanted HOSTSxDEVICES, such as 8x8 for 8 hosts of 8 devices each")
     hosts, devices = int(match[1]), int(match[2])
     return [StandIn(host * devices + i, host, host) for host in range(hosts) for i in range(devices)]

@@ -11,6 +11,7 @@ from typing import Any
 from sharded_train import launch
 from sharded_train.config import split_arguments
 from sharded_train.devices import DEVICES
+from sharded_train.errors import ConfigError
 
 COSTS = (
     "time of a stage's forward, backward of inputs, of weights, and of both in one go if not the sum (default 1,1,1; "
@@ -48,7 +49,11 @@ def add_own(parser: argparse.ArgumentParser, verb: str) -> None:
         add("--num-samples", metavar="N", type=_at_least(int, 1), default=1, help="texts to write (default 1)")
         add("--seed", metavar="N", type=_at_least(int, 0, 2**32 - 1), default=0, help="of the sampling (default 0)")
     if verb == "show":
-        add("--cluster", metavar="HOSTSxDEVICES", help="lay out a cluster that is not there, such as 8x8")
+        add(
+            "--cluster",
+            metavar="[KIND:]HOSTSxDEVICES",
+            help="lay out a cluster that is not there, such as 8x8; h100:8x8 is the same, as the kind changes nothing",
+        )
     if verb == "data":
         add("--show", metavar="N", type=_at_least(int, 1), help="print the rows of the first N samples of training")
         add(
@@ -83,6 +88,19 @@ def add_own(parser: argparse.ArgumentParser, verb: str) -> None:
         add("--trace", metavar="OUT", type=_path, help="write the timeline for Perfetto or chrome://tracing")
     elif verb != "train":
         add("--json", action="store_true", help="print JSON")
+
+
+def problems(args: argparse.Namespace) -> list[str]:
+    """What is wrong with a verb's own options by themselves, to be told with all else."""
+    if args.verb != "schedule":
+        return []
+    from sharded_train.schedules.build import default_chunks, make  # brings numpy, which the others need not await
+
+    try:
+        make(args.schedule, 1, 1, default_chunks(args.schedule))
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 def _costs(text: str) -> tuple[float, ...]:

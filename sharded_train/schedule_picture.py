@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -19,7 +20,8 @@ KINDS = "FBW"
 WORDS = ("forward", "backward", "backward of weights")
 STYLES = {"F": "blue", "B": "green", "W": "yellow", "#": "cyan", "·": "dim"}
 COLOURS = ("#4c78c8", "#3d9a5f", "#d9a441")
-CELL = 3  # characters in which a letter and a number fit
+DARK = """@media (prefers-color-scheme: dark) {
+.gantt-paper { fill: #12161c } .gantt-ink { fill: #e6eaf0 } .gantt-idle { fill: #262e39 } }"""
 
 
 class Bar(NamedTuple):
@@ -120,41 +122,68 @@ def _shares(schedule: Schedule, costs: Costs, timing: Timing, columns: int) -> n
 
 
 def svg(schedule: Schedule, costs: Costs, timing: Timing, title: str) -> str:
-    """The chart as an SVG image; bars say what they are when pointed at, darker ones are of later chunks."""
+    """The chart as an SVG image, light or dark as the viewer's surroundings, over an axis of time.
+
+    Bars say what they are when pointed at, darker ones are of later chunks.
+    """
     row, left, top, wide = 24, 64, 34, max(960.0, min(3000.0, 7.0 * 3 * schedule.num_items))
-    scale = wide / timing.time
-    height = top + row * schedule.num_stages + 30
+    scale, bottom = wide / timing.time, top + row * schedule.num_stages
+    size = (left + wide + 24, bottom + 60)
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + wide + 16:.0f} {height}" '
-        f'width="{left + wide + 16:.0f}" height="{height}" font-family="sans-serif" font-size="12">',
-        '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="{left}" y="20" font-size="14">{escape(title)}</text>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]:.0f} {size[1]}" '
+        f'width="{size[0]:.0f}" height="{size[1]}" font-family="sans-serif" font-size="12">',
+        f"<style>{DARK}</style>",
+        '<rect class="gantt-paper" width="100%" height="100%" fill="white"/>',
+        f'<text class="gantt-ink" x="{left}" y="20" font-size="14">{escape(title)}</text>',
     ]
     for stage in range(schedule.num_stages):
         y = top + row * stage
-        out.append(f'<text x="8" y="{y + 16}">stage {stage}</text>')
-        out.append(f'<rect x="{left}" y="{y + 2}" width="{wide:.1f}" height="{row - 4}" fill="#eeeeee"/>')
-    for bar in bars(schedule, costs, timing):
-        x, span = left + bar.begin * scale, (bar.end - bar.begin) * scale
-        y = top + row * bar.stage + 2
-        of_chunk = f", chunk {bar.chunk}" if schedule.num_chunks > 1 else ""
-        what = f"{WORDS[bar.kind]} of microbatch {bar.microbatch}{of_chunk} on stage {bar.stage}"
-        says = f"{what}: {bar.begin:.4g} to {bar.end:.4g}"
-        fade = 1 - 0.6 * (1 - (bar.chunk + 1) / schedule.num_chunks)
-        out.append(
-            f'<rect x="{x:.2f}" y="{y}" width="{span:.2f}" height="{row - 4}" fill="{COLOURS[bar.kind]}" '
-            f'fill-opacity="{fade:.2f}" stroke="white" stroke-width="0.5"><title>{says}</title></rect>'
-        )
-        if span >= 7 * len(f"{KINDS[bar.kind]}{bar.microbatch}") + 2:
-            middle = f'x="{x + span / 2:.2f}" y="{y + 15}" text-anchor="middle"'
-            out.append(f'<text {middle} pointer-events="none">{KINDS[bar.kind]}{bar.microbatch}</text>')
-    y = height - 10
+        out.append(f'<text class="gantt-ink" x="8" y="{y + 16}">stage {stage}</text>')
+        idle = f'class="gantt-idle" x="{left}" y="{y + 2}" width="{wide:.1f}" height="{row - 4}"'
+        out.append(f'<rect {idle} fill="#eeeeee"/>')
+    for moment in moments(timing.time):
+        x = left + moment * scale
+        line = f'x1="{x:.2f}" x2="{x:.2f}" y1="{top}" y2="{bottom + 5}" stroke="#999999" stroke-width="0.7"'
+        place = f'x="{x:.2f}" y="{bottom + 18}" text-anchor="middle"'
+        out.append(f'<line {line}/><text class="gantt-ink" {place}>{moment:.4g}</text>')
+    out += [_bar(bar, schedule, left, top, row, scale) for bar in bars(schedule, costs, timing)]
+    y = bottom + 46
     for kind in range(2 if schedule.weights is None else 3):
         x = left + 170 * kind
         out.append(f'<rect x="{x}" y="{y - 11}" width="12" height="12" fill="{COLOURS[kind]}"/>')
-        out.append(f'<text x="{x + 18}" y="{y}">{KINDS[kind]} {WORDS[kind]}</text>')
-    out.append(f'<text x="{left + wide:.0f}" y="{y}" text-anchor="end">time {timing.time:.4g}</text></svg>')
+        out.append(f'<text class="gantt-ink" x="{x + 18}" y="{y}">{KINDS[kind]} {WORDS[kind]}</text>')
+    ends = f'x="{left + wide:.0f}" y="{y}" text-anchor="end"'
+    out.append(f'<text class="gantt-ink" {ends}>time, in the unit of the costs: {timing.time:.4g}</text></svg>')
     return "\n".join(out) + "\n"
+
+
+def moments(time: float) -> list[float]:
+    """Round numbers from 0 to a time, 4 to 10 steps of 1, 2 or 5 times a power of ten."""
+    rough = time / 10
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * power for unit in (1, 2, 5, 10) if unit * power >= rough * (1 - 1e-9))
+    return [i * step for i in range(int(time / step * (1 + 1e-9)) + 1)]
+
+
+def _bar(bar: Bar, schedule: Schedule, left: float, top: float, row: int, scale: float) -> str:
+    x, span, y = left + bar.begin * scale, (bar.end - bar.begin) * scale, top + row * bar.stage + 2
+    of_chunk = f", chunk {bar.chunk}" if schedule.num_chunks > 1 else ""
+    what = f"{WORDS[bar.kind]} of microbatch {bar.microbatch}{of_chunk} on stage {bar.stage}"
+    out = (
+        f'<rect x="{x:.2f}" y="{y}" width="{span:.2f}" height="{row - 4}" '
+        f'fill="{_shade(COLOURS[bar.kind], (bar.chunk + 1) / schedule.num_chunks)}" stroke="white" '
+        f'stroke-width="0.5"><title>{what}: {bar.begin:.4g} to {bar.end:.4g}</title></rect>'
+    )
+    if span < 7 * len(f"{KINDS[bar.kind]}{bar.microbatch}") + 2:
+        return out
+    middle = f'x="{x + span / 2:.2f}" y="{y + 15}" text-anchor="middle"'
+    return f'{out}<text {middle} pointer-events="none" style="fill: #111">{KINDS[bar.kind]}{bar.microbatch}</text>'
+
+
+def _shade(colour: str, share: float) -> str:
+    """A colour mixed with white, the more the smaller the share of chunks that are done."""
+    mixed = (round(255 - (255 - int(colour[i : i + 2], 16)) * (0.4 + 0.6 * share)) for i in (1, 3, 5))
+    return f"#{''.join(f'{part:02x}' for part in mixed)}"
 
 
 def png(schedule: Schedule, costs: Costs, timing: Timing, title: str, path: Path) -> None:

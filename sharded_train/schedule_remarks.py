@@ -10,6 +10,12 @@ from sharded_train.schedules.simulate import in_flight, neighbours
 from sharded_train.schedules.table import Schedule
 
 
+def count(n: int, what: str) -> str:
+    """ "3 stages" or "1 stage", from the plural."""
+    one = what.removesuffix("es") if what.endswith("ches") else what.removesuffix("s")
+    return f"{n} {one if n == 1 else what}"
+
+
 def remarks(schedule: Schedule, costs: Costs, one_chunk: Costs | None = None) -> list[str]:
     """Sentences, each with its numbers; none where there is nothing to say.
 
@@ -27,7 +33,7 @@ def remarks(schedule: Schedule, costs: Costs, one_chunk: Costs | None = None) ->
     if m < p:
         better = neighbours(make("1f1b", p, 4 * p), one_chunk).bubble
         found.append(
-            f"{m} microbatch{'es' * (m > 1)} on {p} stages: the stages are never all at work, and the bubble is "
+            f"{count(m, 'microbatches')} on {count(p, 'stages')}: the stages are never all at work, and the bubble is "
             f"{timing.bubble:.0%}; 1f1b with {4 * p} microbatches has {better:.0%}"
         )
     if name == "gpipe" and m > 2 * p - 1:

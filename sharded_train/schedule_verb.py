@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from io import StringIO
 from json import dumps
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from sharded_train.errors import ConfigError
 from sharded_train.schedule_picture import draw, legend, png, svg
-from sharded_train.schedule_remarks import remarks
+from sharded_train.schedule_remarks import count, remarks
 from sharded_train.schedules.build import default_chunks, make
 from sharded_train.schedules.costs import Costs
 from sharded_train.schedules.simulate import asynchronous, in_flight, neighbours, useful_sends
@@ -25,13 +24,6 @@ from sharded_train.schedules.table import Schedule
 from sharded_train.show_tables import WIDTH, bytes_in_words, new_table
 
 MOST = 16  # stages that are listed one by one
-PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="UTF-8"><title>TITLE</title></head>
-<body style="color: {foreground}; background-color: {background}; font-family: sans-serif; margin: 2em">
-<div style="overflow-x: auto">IMAGE</div>
-<pre>{code}</pre>
-</body></html>
-"""
 
 
 def schedule(
@@ -126,13 +118,9 @@ def print_schedule(schedule: Schedule, costs: Costs, facts: Mapping[str, Any], c
     console.print(draw(schedule, costs, neighbours(schedule, costs), console.width))
     console.print(Text(legend(schedule), style="dim"))
     console.print()
-    _print_numbers(facts, console)
-
-
-def _print_numbers(facts: Mapping[str, Any], console: Console) -> None:
-    console.print(_numbers(facts))
+    console.print(_table(_numbers(facts)))
     console.print()
-    console.print(_stages(facts))
+    console.print(_table(_stages(facts)))
     for remark in facts["remarks"]:
         console.print(Text(f"note: {remark}"))
 
@@ -140,50 +128,55 @@ def _print_numbers(facts: Mapping[str, Any], console: Console) -> None:
 def title(facts: Mapping[str, Any]) -> str:
     """One line that says what it is."""
     chunks = f" × {facts['num_chunks']} chunks" if facts["num_chunks"] > 1 else ""
-    return (
-        f"{facts['schedule']}: {facts['num_stages']} stages{chunks}, {facts['num_microbatches']} microbatches; "
-        f"bubble {facts['bubble']:.1%}"
-    )
+    stages, microbatches = (count(facts[f"num_{what}"], what) for what in ("stages", "microbatches"))
+    return f"{facts['schedule']}: {stages}{chunks}, {microbatches}; bubble {facts['bubble']:.1%}"
 
 
-def _numbers(facts: Mapping[str, Any]) -> Table:
-    name = facts["schedule"]
-    table = new_table("", name, "1f1b", "", right=[name, "1f1b"])
-    table.add_row("simulated time", f"{facts['time']:.4g}", f"{facts['time_1f1b']:.4g}", "in the unit of the costs")
-    table.add_row("bubble", f"{facts['bubble']:.1%}", f"{facts['bubble_1f1b']:.1%}", "of the stages' time is idle")
+def _numbers(facts: Mapping[str, Any]) -> list[list[str]]:
+    """Rows of what it costs, the head first, beside 1F1B where it is another."""
+    name, num_ticks = facts["schedule"], facts["num_ticks"]
+    rows = [
+        ["", name, "1f1b", ""],
+        ["simulated time", f"{facts['time']:.4g}", f"{facts['time_1f1b']:.4g}", "in the unit of the costs"],
+        ["bubble", f"{facts['bubble']:.1%}", f"{facts['bubble_1f1b']:.1%}", "of the stages' time is idle"],
+    ]
     if facts["time_asynchronous"] < facts["time"] * (1 - 1e-9):
         asynchronous = f"{facts['time_asynchronous']:.4g}"
-        table.add_row("time without waiting", asynchronous, "", "if stages waited for data only, not for sends")
-    table.add_row("ticks", str(facts["num_ticks"]), str(facts["num_microbatches"] + 2 * facts["num_stages"] - 2), "")
+        rows.append(["time without waiting", asynchronous, "", "if stages waited for data only, not for sends"])
+    rows.append(["ticks", str(num_ticks), str(facts["num_microbatches"] + 2 * facts["num_stages"] - 2), ""])
     useful = f"{facts['sends_useful']} of {facts['sends']} are used"
-    table.add_row("sends of a stage", str(2 * facts["num_ticks"]), "", f"two a tick; of all stages' {useful}")
+    rows.append(["sends of a stage", str(2 * num_ticks), "", f"two a tick; of all stages' {useful}"])
     buffers = facts["buffers"]
     words = ", ".join(f"{kind} {n}" for kind, n in buffers.items() if n)
-    table.add_row("slots of a stage", str(sum(buffers.values())), "", words)
+    rows.append(["slots of a stage", str(sum(buffers.values())), "", words])
     if "bytes_per_send" in facts:
-        table.add_row("bytes sent a tick", bytes_in_words(facts["bytes_per_tick"]), "", "by a stage, both ways")
-        table.add_row("bytes sent a step", bytes_in_words(facts["bytes_per_step"]), "", "by a stage, both ways")
-        table.add_row(
-            "bytes of the slots",
-            bytes_in_words(facts["buffer_bytes"]),
-            "",
-            "kept counts twice: input and cotangent",
-        )
-    return table
+        for what, key, words in (
+            ("bytes sent a tick", "bytes_per_tick", "by a stage, both ways"),
+            ("bytes sent a step", "bytes_per_step", "by a stage, both ways"),
+            ("bytes of the slots", "buffer_bytes", "kept counts twice: input and cotangent"),
+        ):
+            rows.append([what, bytes_in_words(facts[key]), "", words])
+    return [[*row[:2], *row[3:]] for row in rows] if name == "1f1b" else rows
 
 
-def _stages(facts: Mapping[str, Any]) -> Table:
-    """Peaks of what each stage holds; the first and the last of many stages."""
+def _stages(facts: Mapping[str, Any]) -> list[list[str]]:
+    """Rows of the peaks of what each stage holds, the head first; the first and the last of many stages."""
     p, weights = facts["num_stages"], any(facts["kept"])
-    columns = ["stage", "in flight", "kept for weights"] if weights else ["stage", "in flight"]
-    table = new_table(*columns, "", right=columns)
+    rows = [["stage", "in flight", *["kept for weights"] * weights, ""]]
     listed = list(range(p)) if p <= MOST else [*range(MOST // 2), *range(p - MOST // 2, p)]
     for stage in listed:
         if p > MOST and stage == p - MOST // 2:
-            table.add_row("…")
+            rows.append(["…", *[""] * (2 + weights)])
         kept = [f"{facts['kept'][stage]:.4g}"] if weights else []
         words = "microbatches' worth of the whole stage, at most" if stage == 0 else ""
-        table.add_row(str(stage), f"{facts['in_flight'][stage]:.4g}", *kept, words)
+        rows.append([str(stage), f"{facts['in_flight'][stage]:.4g}", *kept, words])
+    return rows
+
+
+def _table(rows: Sequence[Sequence[str]], left: Sequence[str] = ("",)) -> Table:
+    table = new_table(*rows[0], right=[name for name in rows[0] if name not in left])
+    for row in rows[1:]:
+        table.add_row(*row)
     return table
 
 
@@ -193,17 +186,16 @@ def _write(schedule: Schedule, costs: Costs, facts: Mapping[str, Any], pictures:
         try:
             if kind == "png":
                 png(schedule, costs, timing, title(facts), path)
-                continue
-            image = svg(schedule, costs, timing, title(facts))
-            path.write_text(image if kind == "svg" else _page(facts, image), encoding="utf-8")
+            else:
+                image = svg(schedule, costs, timing, title(facts))
+                path.write_text(image if kind == "svg" else _page(facts, image), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+        print(f"wrote {path}", file=sys.stderr)
 
 
 def _page(facts: Mapping[str, Any], image: str) -> str:
     """The picture and the numbers as one HTML file that needs no other."""
-    console = Console(width=WIDTH, record=True, file=StringIO())
-    _print_numbers(facts, console)
-    return console.export_html(
-        inline_styles=True, code_format=PAGE.replace("TITLE", title(facts)).replace("IMAGE", image)
-    )
+    from sharded_train.schedule_page import page  # its looks are those of `rehearse`, which brings jax
+
+    return page(title(facts), image, _numbers(facts), _stages(facts), facts)

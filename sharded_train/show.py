@@ -28,7 +28,7 @@ FP32 = 4  # bytes
 
 
 def show(recipe: Recipe, *, cluster: str | None = None, json: bool = False) -> int:
-    """Print the facts of a recipe as tables or as JSON; `cluster` is "HOSTSxDEVICES", None the devices here."""
+    """Print the facts of a recipe as tables or as JSON; `cluster` as of `stand_ins`, None the devices here."""
     devices = jax.devices() if cluster is None else stand_ins(cluster)
     facts = describe(recipe, devices)
     if json:

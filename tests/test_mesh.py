@@ -310,6 +310,7 @@ def test_a_mesh_of_real_devices_has_auto_axes_and_their_order() -> None:
 def test_stand_ins() -> None:
     devices = stand_ins("3x4")
     assert [d.process_index for d in devices] == [0] * 4 + [1] * 4 + [2] * 4
-    for cluster in ("8", "0x8", "8x", "8x8x8", "eight"):
+    assert stand_ins("h100:3x4") == devices
+    for cluster in ("8", ":3x4", "h100:", "h100:8", "a:b:3x4", "0x8", "8x", "8x8x8", "eight"):
         with pytest.raises(ConfigError, match="HOSTSxDEVICES"):
             stand_ins(cluster)

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from sharded_train.__main__ import main
-from sharded_train.schedule_picture import bars, draw
+from sharded_train.schedule_picture import bars, draw, moments
+from sharded_train.schedule_remarks import count
 from sharded_train.schedules.build import SCHEDULES, default_chunks, make
 from sharded_train.schedules.costs import Costs
 from sharded_train.schedules.simulate import neighbours, work
@@ -99,14 +100,52 @@ def test_json_holds_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
 def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     files = [f"--svg={tmp_path}/a.svg", f"--html={tmp_path}/a.html"]
     assert main(["schedule", "--stages=4", "--microbatches=8", "--schedule=zero_bubble", "--chunks=1", *files]) == 0
+    assert capsys.readouterr().err.splitlines() == [f"wrote {tmp_path}/a.svg", f"wrote {tmp_path}/a.html"]
     image = ElementTree.parse(tmp_path / "a.svg").getroot()
     titles = [title.text for title in image.iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == 3 * 4 * 8
     assert "backward of weights of microbatch 7 on stage 3" in " ".join(map(str, titles))
+    texts = [text.text for text in image.iter("{http://www.w3.org/2000/svg}text")]
+    assert all(label in texts for label in ("0", "5", "20", "time, in the unit of the costs: 27"))
+    assert "prefers-color-scheme: dark" in (tmp_path / "a.svg").read_text()
+
+
+def test_the_page_says_what_its_picture_shows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ["schedule", "--stages=4", "--microbatches=2", "--schedule=zero_bubble", f"--html={tmp_path}/a.html"]
+    facts = facts_of(capsys, *argv)
     page = (tmp_path / "a.html").read_text()
+    assert "<title>zero_bubble: 4 stages × 2 chunks, 2 microbatches; bubble" in page
     assert "<svg" in page
-    assert "simulated time" in page
-    assert not re.search(r"<script|<link|src=|href=", page)
+    for words in (
+        "simulated time",
+        "time goes right",
+        "Darker blocks",
+        "kept for weights",
+        "In flight",
+        facts["remarks"][0],
+    ):
+        assert words in page
+    for number in (f"{facts['bubble']:.1%}", f"{facts['bubble_1f1b']:.1%}", f"{facts['in_flight'][3]:.4g}"):
+        assert f">{number}</td>" in page
+    assert "prefers-color-scheme: dark" in page
+    assert not re.search(r"<script|<link|src=|href=|@import|url\(", page.replace("url(#", ""))
+
+
+@pytest.mark.parametrize("time", [1e-6, 0.3, 1, 3, 17.5, 99, 1e4])
+def test_the_axis_has_round_numbers(time: float) -> None:
+    found = moments(time)
+    assert 5 <= len(found) <= 11
+    assert found[0] == 0
+    assert time - found[1] < found[-1] <= time * (1 + 1e-6)
+    assert f"{found[1]:e}"[:2] in ("1.", "2.", "5.")
+
+
+def test_1f1b_stands_beside_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "--stages=1", "--microbatches=1"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1f1b: 1 stage, 1 microbatch; bubble 0.0%\n")
+    assert re.search(r"\n +1f1b +\n", out)
+    assert [count(n, "microbatches") for n in (1, 2)] == ["1 microbatch", "2 microbatches"]
 
 
 def test_png_is_written_or_says_what_it_needs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -138,6 +177,8 @@ def test_without_matplotlib(
             "--stages=4 --microbatches=8 --schedule=1f2b",
             "there are gpipe, 1f1b, interleaved, zero_bubble; did you mean",
         ),
+        ("--schedule=1f1bb", "schedule 1f1bb: there are gpipe, 1f1b, interleaved, zero_bubble; did you mean 1f1b?"),
+        ("--schedule=1f1bb", "schedule needs --stages and --microbatches"),
         ("--stages=4 --microbatches=8 --schedule=gpipe --chunks=2", "gpipe has 1 chunk a stage, not 2"),
         ("--stages=4 --microbatches=8 --schedule=interleaved --chunks=1", "give it 2 chunks or more, or choose 1f1b"),
         ("--stages=4 --microbatches=0", "--microbatches: wanted int of at least 1, got '0'"),
