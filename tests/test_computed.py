@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from sharded_train.flops import Flops
+from sharded_train.ops import attention
 from sharded_train.rehearse import computed, hlo
 from sharded_train.rehearse.products import Product, work_of
 from tests.rehearsed import tiny
@@ -108,7 +113,37 @@ def test_plain_attention_is_told_by_its_scope() -> None:
     module = hlo.parse(HANDMADE.replace("jvp(mlp)", "transpose(jvp(attention))/scores"))
     section = computed.describe(module, Flops({}, 1), "bf16")
     assert section["by_kind"] == {"attention by XLA": 2**19}
-    assert section["explained"][computed.AGAIN] == 2**19 // 5  # the scores, one of five products
+    assert section["explained"][computed.AGAIN] == 0  # there is no forward pass to measure it by
+    assert section["explained"][computed.REST] == 2**19
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_plain_attention_is_the_model_and_scores_again_and_the_corners_of_tiles(
+    window: int | None, layers: int
+) -> None:
+    """Two tiles of 128 queries, to 128 and 256 keys (a window of 100 spares the second 29). Of one layer XLA still has
+    the scores when its backward pass begins, of a loop of them it has not.
+    """
+
+    def layer(q: jax.Array) -> jax.Array:
+        with jax.named_scope("attention"):
+            return attention.attention(q, q, q, jnp.zeros((2, 256), jnp.int32), "xla", window=window)
+
+    def loss(q: jax.Array) -> jax.Array:
+        return (layer(q) if layers == 1 else lax.scan(lambda q, _: (layer(q), None), q, None, layers)[0]).sum()
+
+    compiled = jax.jit(jax.value_and_grad(loss)).lower(jnp.zeros((2, 256, 4, D))).compile()
+    module = hlo.parse(compiled.as_text() or "")
+    scores = layers * 3 * 2 * 2 * D * PAIRS
+    section = computed.describe(module, Flops({"attention scores": scores}, 2 * 256), "f32")
+    tiles = layers * 2 * D * 2 * 4 * 128 * (128 + (256 if window is None else 227))
+    again = tiles if layers > 1 else 0
+    assert section["products"] == 6 * tiles + again
+    assert section["explained"][computed.AGAIN] == again
+    assert section["explained"][computed.TILES] == 6 * tiles - scores
+    assert section["explained"][computed.REST] == 0
+    assert [remark for remark in computed.remarks(section) if "in tiles" in remark]
 
 
 def test_a_window_and_a_causal_mask_count_the_pairs_they_show() -> None:
@@ -123,6 +158,17 @@ def test_a_window_and_a_causal_mask_count_the_pairs_they_show() -> None:
     (product,) = work_of(windowed, entry, entry.instructions[name]).products
     pairs = sum(min(i + 1, 32) for i in range(256))
     assert product.flops == 2 * 2 * D * 2 * 4 * pairs
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_of_keys_that_are_another_devices_all_pairs_are_visible(version: str) -> None:
+    """Context parallelism: neither a causal mask nor a bias, only lengths."""
+    text = (SAVED / f"products-{version}.txt").read_text()
+    assert re.search('"mask_type": *"CAUSAL"', text)
+    module = hlo.parse(re.sub('"mask_type": *"CAUSAL"', '"mask_type": "PADDING"', text))
+    of = {(p.hidden, p.flops, p.again) for p, _ in products_of(module) if p.attention}
+    one = 2 * D * ALL
+    assert of == {(0, 2 * one, 0), (0, 5 * one, one), (2 * 2 * D * (ALL - PAIRS), 2 * one, 0)}  # the last has a bias
 
 
 def test_a_train_step_is_the_model_and_what_is_said_beside_it() -> None:

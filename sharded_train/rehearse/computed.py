@@ -3,10 +3,10 @@
 Counted from the compiled program, loops resolved; how one instruction counts stands in `rehearse.products`. The model's
 own FLOPs are those of `flops` over the number of devices. What the program does beyond is told by name:
 
-    compiled products = model + rematerialised + scores again + hidden pairs + not explained
+    compiled products = model + rematerialised + scores again + hidden pairs + tiles + optimizer + not explained
 
 where the last is zero when nothing is missed; it holds work that tensor ranks do twice (a kv head that several of them
-need), padding, and attention by XLA on tiles that reach over the causal mask.
+need) and padding. Tiles are attention by XLA on pairs that a mask hides; see `_by_xla`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from sharded_train.rehearse.hlo import Module, bits_of
 from sharded_train.rehearse.hlo_walk import Run, walk
 from sharded_train.rehearse.pace import Pace
 from sharded_train.rehearse.products import Product, Work, format_of, work_of
-from sharded_train.rehearse.scopes import words_of
+from sharded_train.rehearse.scopes import phase_of, words_of
 from sharded_train.show_tables import flops_in_words, new_table
 
 ATTENTION_WORDS = (
     "Attention by cuDNN: 2 products forward, 5 backward (the first computes the scores again). A causal mask that the "
-    "kernel knows counts once; one that comes as a bias does not spare it the hidden pairs."
+    "kernel knows counts once; one that comes as a bias does not spare it the hidden pairs. A row counts as one "
+    "document: of several the kernel computes less, which the program does not tell."
 )
 REMATERIALISED = "rematerialised by the checkpoint policy"
-AGAIN = "scores computed again within the attention kernel"
+AGAIN = "scores computed again in attention's backward pass"
 HIDDEN = "pairs of query and key that the causal mask hides, computed all the same"
+TILES = "hidden pairs in the tiles of XLA's attention"
 REST = "not explained"
 
 
@@ -62,7 +64,7 @@ def describe(module: Module, model: Flops, compute_dtype: str, pace: Pace | None
         "products": round(sum(kinds.values())),
         "other": round(sum(each.work.other_flops * each.times for each in counted)),
         "model": needed,
-        "explained": _explained(products, needed),
+        "explained": _explained(products, model, module.num_devices),
         "by_part": _by_part(products),
         "fallbacks": _fallbacks(products, compute_dtype),
         "unknown": _unknown(counted),
@@ -130,10 +132,10 @@ def one_branch_each(counted: Sequence[Counted]) -> tuple[list[Counted], list[dic
 Counts = Sequence[tuple[Product, Counted]]
 
 
-def _explained(products: Counts, model: int) -> dict[str, int]:
+def _explained(products: Counts, model: Flops, num_devices: int) -> dict[str, int]:
     """Compiled products as a sum."""
-    parts: dict[str, Fraction] = {"the model, by its convention": Fraction(model)}
-    parts |= dict.fromkeys((REMATERIALISED, AGAIN, HIDDEN), Fraction(0))
+    parts: dict[str, Fraction] = {"the model, by its convention": Fraction(model.total // num_devices)}
+    parts |= dict.fromkeys((REMATERIALISED, AGAIN, HIDDEN, TILES), Fraction(0))
     total = Fraction(0)
     for product, each in products:
         total += product.flops * each.times
@@ -142,8 +144,35 @@ def _explained(products: Counts, model: int) -> dict[str, int]:
         else:
             parts[AGAIN] += product.again * each.times
             parts[HIDDEN] += product.hidden * each.times
+    again, tiles = _by_xla(products, Fraction(model.by_kind.get("attention scores", 0), num_devices))
+    parts[AGAIN] += again
+    parts[TILES] += tiles
     whole = {what: round(flops) for what, flops in parts.items()}
     return {**whole, REST: round(total) - sum(whole.values())}
+
+
+def _by_xla(products: Counts, model: Fraction) -> tuple[Fraction, Fraction]:
+    """Attention by XLA: FLOPs of scores computed again, and of pairs that a mask hides; `model` are attention's needed.
+
+    A tile has 2 products forward, and backward 4 of the same size, or 5 where the scores are computed again (XLA drops
+    that one where it still has them). So what is beyond thrice the forward's are scores, and what is beyond the model
+    within them are hidden pairs. Both are bounded: what else there may be stays unexplained.
+    """
+    forward = backward = known = Fraction(0)
+    for product, each in products:
+        if not product.attention or product.rematerialised:
+            continue
+        first = phase_of(product.scope) == "forward"
+        if product.by == "cuDNN":
+            known += 3 * (product.flops - product.hidden) * each.times if first else 0
+        elif first:
+            forward += product.flops * each.times
+        else:
+            backward += product.flops * each.times
+    if not forward:
+        return Fraction(0), Fraction(0)
+    again = min(max(backward - 2 * forward, Fraction(0)), forward / 2)
+    return again, max(3 * forward - max(model - known, Fraction(0)), Fraction(0))
 
 
 def _by_part(products: Counts) -> list[dict[str, Any]]:
@@ -222,13 +251,19 @@ def remarks(section: Mapping[str, Any]) -> list[str]:
     found = [f"Not understood, so not counted: {what}, {n:,} times a step." for what, n in section["unknown"].items()]
     if (rest := section["explained"][REST]) < 0:
         found.append(
-            f"The program computes {flops_in_words(-rest)} less than the model's FLOPs: something is not counted."
+            f"The program computes {flops_in_words(-rest)} less than the model's FLOPs: attention in a window, which the "
+            "convention counts as though it saw all, or something that is not counted here."
         )
     if hidden := section["explained"][HIDDEN]:
         found.append(
             "The mask of documents comes to attention's kernel as a bias, from which it cannot tell that the pairs "
             "above the diagonal are hidden, so it computes them too: "
             f"{_share(hidden, section['products'])} of the products."
+        )
+    if tiles := section["explained"][TILES]:
+        found.append(
+            "Attention by XLA works in tiles, and those on the diagonal hold pairs that are hidden: "
+            f"{_share(tiles, section['products'])} of the products."
         )
     if loops := section["unknown_trips"]:
         found.append(f"Counted once, since the program does not tell how often they run: {', '.join(loops)}.")

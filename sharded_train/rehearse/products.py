@@ -6,9 +6,11 @@ of cuBLAS or cuDNN, whose `backend_config` holds the dims. Attention by cuDNN, w
 - forward 2 products of 2 D FLOPs a pair, backward 5, of which the first computes the scores again: flash attention
   keeps none (Dao 2023, arXiv:2307.08691, algorithm 2);
 - under a causal mask T (T + 1) / 2 pairs, counted once as in `flops`; a mask that comes as a bias is unknown to the
-  kernel, which works through all T^2 pairs.
+  kernel, which works through all T^2 pairs;
+- with neither, which is how queries meet another device's keys, all pairs, and none of them is hidden.
 
-Plain attention by XLA is dots or calls of cuBLAS in a scope "scores".
+How rows fall into documents stands in arrays, not in the program: a row counts as one, as in `flops`; of several the
+kernel computes less. Plain attention by XLA is dots or calls of cuBLAS in a scope "scores".
 
 Everything else counts one FLOP for each element that an arithmetic operation gives, or that a reduction takes.
 """
@@ -24,7 +26,7 @@ from typing import Any
 
 from sharded_train.rehearse.hlo import Computation, Instruction, Module, Shape, bits_of, unquoted
 from sharded_train.rehearse.opcodes import ARITHMETIC, CALLING, PRODUCTS, REDUCTIONS, WITHOUT_FLOPS
-from sharded_train.rehearse.scopes import names_of, phase_of
+from sharded_train.rehearse.scopes import names_of
 
 CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul")  # and "...$f8"
 CUDNN_ATTENTION = "__cudnn$fmha"
@@ -37,8 +39,8 @@ class Product:
     """A matrix product, or a kernel of several that are attention. FLOPs are those of one execution.
 
     `dtype` is the widest of its factors, `from_dtype` the narrowest that one was before conversion, `precision` what
-    it asks of fp32 factors ("highest" is full fp32, else TF32); `hidden` are FLOPs on pairs that a causal mask hides,
-    `again` those of scores computed again within the kernel.
+    it asks of fp32 factors ("highest" is full fp32, else TF32). Of a kernel of cuDNN, `hidden` are FLOPs on pairs that
+    a causal mask hides, `again` those of visible scores computed again.
     """
 
     name: str
@@ -160,8 +162,6 @@ def _product(
     free = math.prod(n for i, n in enumerate(rhs.dims) if i not in taken)
     sources = [_narrowest(module, computation, operand, callers) for operand in operands]
     scope = next((each.scope for each in (instruction, *(caller for _, caller in callers[::-1])) if each.scope), "")
-    flops, attention = 2 * lhs.size * free, "scores" in names_of(scope)
-    backward = attention and phase_of(scope) == "backward"
     return Product(
         name=instruction.name,
         scope=scope,
@@ -170,10 +170,9 @@ def _product(
         result=instruction.shapes[0],
         dtype=max(lhs.dtype, rhs.dtype, key=bits_of),
         from_dtype=min(sources, key=bits_of),
-        flops=flops,
+        flops=2 * lhs.size * free,
         precision=precision,
-        attention=attention,
-        again=flops // 5 if backward else 0,  # one of five products
+        attention="scores" in names_of(scope),
     )
 
 
@@ -215,7 +214,7 @@ def _custom_call(module: Module, computation: Computation, instruction: Instruct
         if target.startswith(CUBLAS):
             return Work(products=(_cublas(module, computation, instruction, callers),))
         if target.startswith(CUDNN_ATTENTION):
-            return Work(products=(_cudnn_attention(computation, instruction, backward="Backward" in target),))
+            return Work(products=(_cudnn_attention(computation, instruction, target),))
     except (KeyError, ValueError) as error:
         return Work(unknown=(f"custom-call {target} ({type(error).__name__}: {error})",))
     return Work() if target.startswith(CUSTOM_WITHOUT_FLOPS) else Work(unknown=(f"custom-call {target}",))
@@ -239,16 +238,16 @@ def _cublas(module: Module, computation: Computation, instruction: Instruction, 
     return _product(module, computation, instruction, callers, dims, "cuBLAS", precision)
 
 
-def _cudnn_attention(computation: Computation, instruction: Instruction, backward: bool) -> Product:
+def _cudnn_attention(computation: Computation, instruction: Instruction, target: str) -> Product:
     config = _config(instruction, "cudnn_fmha_backend_config")
     batch, heads, queries, keys = (int(n) for n in config["intermediate_tensor_shape"]["dimensions"])
     q, k = (operand.shapes[0] for operand in computation.operands(instruction)[:2])
-    all_pairs = batch * heads * queries * keys
-    masked = "CAUSAL" in config.get("mask_type", "")
-    seen = _seen(queries, keys, int(config.get("sliding_window_length", 0)))
-    num_products = 5 if backward else 2
-    one = 2 * q.dims[-1] * batch * heads * seen
-    hidden = 0 if masked else 2 * q.dims[-1] * (all_pairs - batch * heads * seen)
+    masked, biased = "CAUSAL" in config.get("mask_type", ""), "Bias" in target
+    causal = _seen(queries, keys, int(config.get("sliding_window_length", 0)))
+    seen = causal if masked or biased else queries * keys
+    backward = "Backward" in target
+    num_products, of_pair = (5 if backward else 2), 2 * q.dims[-1] * batch * heads
+    one, hidden = of_pair * seen, 0 if masked else of_pair * (queries * keys - seen)
     return Product(
         name=instruction.name,
         scope=instruction.scope,
