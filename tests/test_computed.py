@@ -117,6 +117,36 @@ def test_plain_attention_is_told_by_its_scope() -> None:
     assert section["explained"][computed.REST] == 2**19
 
 
+TABLES = """FileNames
+1 "/somewhere/sharded_train/optimizer/muon.py"
+
+FunctionNames
+1 "newton_schulz"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=85}
+
+StackFrames
+1 {file_location_id=1}
+
+%inner"""
+OF_MUON = 'calls=%inner, metadata={op_name="jit(f)/dot_general" stack_frame_id=1}'
+WIDE = HANDMADE.replace("bf16[", "f32[").replace("%inner", TABLES, 1)
+
+
+@pytest.mark.parametrize("told", [OF_MUON, 'calls=%inner, metadata={op_name="jit(f)/optimizer/dot_general"}'])
+def test_the_optimizers_products_are_its_own_in_a_type_of_its_own(told: str) -> None:
+    """By the source file, or by a scope; in the model the same product in fp32 fell back."""
+    metadata = 'calls=%inner, metadata={op_name="jit(f)/jvp(mlp)/dot_general"}'
+    assert computed.describe(hlo.parse(WIDE), Flops({}, 1), "bf16")["fallbacks"]
+    section = computed.describe(hlo.parse(WIDE.replace(metadata, told)), Flops({}, 1), "bf16")
+    assert section["by_kind"] == {"the optimizer's products in TF32": 2**19}
+    assert [row["part"] for row in section["by_part"]] == ["optimizer"]
+    assert section["explained"][computed.OPTIMIZER] == 2**19
+    assert section["explained"][computed.REST] == 0
+    assert not section["fallbacks"]
+
+
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("layers", [1, 3])
 def test_plain_attention_is_the_model_and_scores_again_and_the_corners_of_tiles(

@@ -35,6 +35,7 @@ REMATERIALISED = "rematerialised by the checkpoint policy"
 AGAIN = "scores computed again in attention's backward pass"
 HIDDEN = "pairs of query and key that the causal mask hides, computed all the same"
 TILES = "hidden pairs in the tiles of XLA's attention"
+OPTIMIZER = "the optimizer's own, beside the model"
 REST = "not explained"
 
 
@@ -135,11 +136,13 @@ Counts = Sequence[tuple[Product, Counted]]
 def _explained(products: Counts, model: Flops, num_devices: int) -> dict[str, int]:
     """Compiled products as a sum."""
     parts: dict[str, Fraction] = {"the model, by its convention": Fraction(model.total // num_devices)}
-    parts |= dict.fromkeys((REMATERIALISED, AGAIN, HIDDEN, TILES), Fraction(0))
+    parts |= dict.fromkeys((REMATERIALISED, AGAIN, HIDDEN, TILES, OPTIMIZER), Fraction(0))
     total = Fraction(0)
     for product, each in products:
         total += product.flops * each.times
-        if product.rematerialised:
+        if product.optimizer:
+            parts[OPTIMIZER] += product.flops * each.times
+        elif product.rematerialised:
             parts[REMATERIALISED] += product.flops * each.times
         else:
             parts[AGAIN] += product.again * each.times
@@ -179,7 +182,7 @@ def _by_part(products: Counts) -> list[dict[str, Any]]:
     """FLOPs by part of the model and pass, in program order."""
     parts: dict[str, dict[str, Any]] = {}
     for product, each in products:
-        name = words_of(product.scope)
+        name = "optimizer" if product.optimizer else words_of(product.scope)
         row = parts.setdefault(name, {"part": name, "kinds": {}, "flops": Fraction(0), "runs": Fraction(0)})
         row["kinds"][product.kind] = row["kinds"].get(product.kind, Fraction(0)) + product.flops * each.times
         row["flops"] += product.flops * each.times
@@ -188,11 +191,14 @@ def _by_part(products: Counts) -> list[dict[str, Any]]:
 
 
 def _fallbacks(products: Counts, compute_dtype: str) -> list[dict[str, Any]]:
-    """Products in a wider type than their factors came in, or than the recipe computes in; alike ones together."""
+    """Products in a wider type than their factors came in, or than the recipe computes in; alike ones together.
+
+    Not the optimizer's, whose type is a setting of its own.
+    """
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for product, each in products:
         asked = min(product.from_dtype, compute_dtype, key=bits_of)
-        if bits_of(product.dtype) <= bits_of(asked):
+        if product.optimizer or bits_of(product.dtype) <= bits_of(asked):
             continue
         shapes = " · ".join(map(str, product.factors))
         told = {"part": words_of(product.scope), "shapes": shapes, "kind": product.kind, "asked": format_of(asked)}
@@ -251,8 +257,8 @@ def remarks(section: Mapping[str, Any]) -> list[str]:
     found = [f"Not understood, so not counted: {what}, {n:,} times a step." for what, n in section["unknown"].items()]
     if (rest := section["explained"][REST]) < 0:
         found.append(
-            f"The program computes {flops_in_words(-rest)} less than the model's FLOPs: attention in a window, which the "
-            "convention counts as though it saw all, or something that is not counted here."
+            f"The program computes {flops_in_words(-rest)} less than the model's FLOPs: attention in a window, which "
+            "the convention counts as though it saw all, or something that is not counted here."
         )
     if hidden := section["explained"][HIDDEN]:
         found.append(

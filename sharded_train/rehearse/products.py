@@ -31,6 +31,7 @@ from sharded_train.rehearse.scopes import names_of
 CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul")  # and "...$f8"
 CUDNN_ATTENTION = "__cudnn$fmha"
 CUSTOM_WITHOUT_FLOPS = ("AllocateBuffer", "CreateBuffer", "Pin", "Unpin", "MoveToHost", "MoveToDevice", "__nop")
+OPTIMIZERS = "sharded_train/optimizer/"  # in the source file, where the text tells it
 UNARY = frozenset(["bitcast", "reshape", "copy", "convert", "transpose", "slice", "dynamic-slice", "get-tuple-element"])
 
 
@@ -53,6 +54,7 @@ class Product:
     flops: int
     precision: str = "default"
     attention: bool = False
+    optimizer: bool = False  # of the update, such as Muon's: in the type that its own settings say
     hidden: int = 0
     again: int = 0
 
@@ -63,10 +65,11 @@ class Product:
 
     @property
     def kind(self) -> str:
-        """What it is counted as: the format that the tensor cores multiply in, or attention."""
+        """What it is counted as: the format that the tensor cores multiply in, attention, or the optimizer's."""
         if self.attention:
             return f"attention by {'cuDNN' if self.by == 'cuDNN' else 'XLA'}"
-        return f"products in {format_of(self.dtype, self.precision)}"
+        words = f"products in {format_of(self.dtype, self.precision)}"
+        return f"the optimizer's {words}" if self.optimizer else words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +164,9 @@ def _product(
     taken = set(dims["rhs_contracting"]) | set(dims["rhs_batch"])
     free = math.prod(n for i, n in enumerate(rhs.dims) if i not in taken)
     sources = [_narrowest(module, computation, operand, callers) for operand in operands]
-    scope = next((each.scope for each in (instruction, *(caller for _, caller in callers[::-1])) if each.scope), "")
+    outwards = (instruction, *(caller for _, caller in callers[::-1]))
+    scope = next((each.scope for each in outwards if each.scope), "")
+    source = next((each.source for each in outwards if each.source), "")
     return Product(
         name=instruction.name,
         scope=scope,
@@ -173,6 +178,7 @@ def _product(
         flops=2 * lhs.size * free,
         precision=precision,
         attention="scores" in names_of(scope),
+        optimizer="optimizer" in names_of(scope) or OPTIMIZERS in source,
     )
 
 
