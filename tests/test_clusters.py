@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -94,23 +96,62 @@ def test_everything_wrong_in_a_file_is_said_at_once(tmp_path: Path) -> None:
         "devices_per_host = None",
         "memry: no such key; did you mean memory?",
         "memory = -1: must be a whole number",
-        "network_bandwidth = 'fast': must be a number above 0",
+        "network_bandwidth = 'fast': must be a number from 1e+06 to 1e+15 bytes per second",
         "reserve_fraction = 1.5: must be at least 0 and below 1",
         'compute_capability = 9.0: must be such as "9.0", in quotes',
         "name = 'a\"b': must be a name",
         "peaks.bf61: no such key; did you mean bf16?",
-        "peaks.fp8 = 0: must be a number above 0",
+        "peaks.fp8 = 0: must be a number from 1e+09 to 1e+18 FLOP/s",
     ):
         assert words in said
     assert len(problems) == 10
 
 
 @pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("memory = 1", "memory = 1: must be a whole number from 1,048,576 to 17,592,186,044,416 bytes"),
+        ("memory = 99999999999999999999999", "memory = "),
+        ("memory = 8e10", "memory = 80000000000.0: must be a whole number"),
+        ("core_count = 99999999999", "core_count = 99999999999: must be a whole number from 1 to 10,000"),
+        ("core_count = true", "core_count = True: must be a whole number"),
+        ("network_bandwidth = 1e-300", "network_bandwidth = 1e-300: must be a number from 1e+06"),
+        ("memory_bandwidth = nan", "memory_bandwidth = nan: must be a number"),
+        ("nvlink_bandwidth = inf", "nvlink_bandwidth = inf: must be a number"),
+        ("peaks.bf16 = 1e-300", "peaks.bf16 = 1e-300: must be a number from 1e+09"),
+        ("nvlink_latency = 1e9", "nvlink_latency = 1000000000.0: must be a number"),
+        ('compute_capability = "99.9"', "compute_capability = '99.9': must be from 8.0 to 12.1"),
+        ('compute_capability = "2.0"', "compute_capability = '2.0': must be from 8.0 to 12.1"),
+    ],
+)
+def test_numbers_out_of_any_sensible_range_are_refused(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "spec.toml"
+    path.write_text(f'kind = "h100"\nhosts = 1\ndevices_per_host = 2\n{line}\n')
+    (problem,) = refused(f"file:{path}")
+    assert words in problem
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_every_known_kind_is_within_the_bounds_of_a_file(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "spec.toml"
+    device = dataclasses.asdict(DEVICES[kind])
+    peaks = "".join(f"peaks.{dtype} = {peak!r}\n" for dtype, peak in device.pop("peaks").items())
+    fields = "".join(f"{key} = {json.dumps(value)}\n" for key, value in device.items())
+    path.write_text(f"hosts = 1\ndevices_per_host = 2\n{fields}{peaks}")
+    assert parse(f"file:{path}").device == DEVICES[kind]
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("hosts = ", "is no TOML"),
+        ('kind = ["h100"]\nhosts = 1\ndevices_per_host = 1', "kind = ['h100']: no kind of GPU; did you mean h100?"),
+        ("kind = 3\nhosts = 1\ndevices_per_host = 1", "kind = 3: no kind of GPU; known are"),
         ('kind = "h10"\nhosts = 1\ndevices_per_host = 1', "kind = 'h10': no kind of GPU; did you mean h100?"),
-        ("hosts = 1\ndevices_per_host = 1\nmemory = 5", "missing: name, memory_bandwidth, peaks, nvlink_bandwidth"),
+        (
+            "hosts = 1\ndevices_per_host = 1\nmemory = 5_000_000",
+            "missing: name, memory_bandwidth, peaks, nvlink_bandwidth",
+        ),
         ('kind = "h100"\nhosts = 1\ndevices_per_host = 16', "NVLink joins at most 8"),
     ],
 )

@@ -29,6 +29,23 @@ EXAMPLE = "h100:8x8"
 MOST_DEVICES = 2**17
 _FIELDS = {field.name: field.type for field in dataclasses.fields(Device)}
 _DTYPES = ("fp8", "bf16", "fp16", "tf32", "fp32")
+_PEAKS = (1e9, 1e18)
+_BOUNDS: Mapping[str, tuple[float, float, str]] = {  # far beyond what is built, within what XLA and a double can take
+    "memory": (2**20, 2**44, "bytes"),
+    "memory_bandwidth": (1e6, 1e15, "bytes per second"),
+    "nvlink_bandwidth": (1e6, 1e15, "bytes per second"),
+    "network_bandwidth": (1e6, 1e15, "bytes per second"),
+    "nvlink_devices": (1, MOST_DEVICES, "devices"),
+    "core_count": (1, 10_000, "multiprocessors"),
+    "fpus_per_core": (1, 10_000, "units"),
+    "clock_ghz": (0.01, 100, "GHz"),
+    "l2_cache": (2**10, 2**30, "bytes"),
+    "shared_memory_per_core": (48 * 2**10, 2**24, "bytes"),
+    "shared_memory_per_block": (48 * 2**10, 2**24, "bytes"),
+    "nvlink_latency": (1e-12, 1, "seconds"),
+    "network_latency": (1e-12, 1, "seconds"),
+}
+_CAPABILITIES = ((8, 0), (12, 1))  # what the compiler of the CUDA plugin has code for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +147,7 @@ def _of_file(path: Path) -> Cluster:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: is no TOML: {error}") from error
     kind = values.pop("kind", None)
-    if kind is not None and kind not in DEVICES:
+    if kind is not None and (not isinstance(kind, str) or kind not in DEVICES):
         hint = did_you_mean(str(kind), DEVICES)
         raise ConfigError(f"{path}: kind = {kind!r}: no kind of GPU{hint or ';'} known are {', '.join(DEVICES)}")
     sizes = {key: values.pop(key, None) for key in ("hosts", "devices_per_host")}
@@ -174,28 +191,35 @@ def _peak_problems(peaks: Any) -> list[str]:
     for key, value in peaks.items():
         if key not in _DTYPES:
             found.append(f"peaks.{key}: no such key{did_you_mean(key, _DTYPES)}")
-        elif not _positive(value):
-            found.append(f"peaks.{key} = {value!r}: must be a number above 0, in FLOP/s")
+        elif wrong := _outside(value, *_PEAKS, "FLOP/s"):
+            found.append(f"peaks.{key} = {value!r}: must be a number {wrong}")
     return found
 
 
 def _wrong(key: str, value: Any) -> str | None:
     """What a field must be, if it is not."""
     if key == "compute_capability":
-        right = isinstance(value, str) and re.fullmatch(r"\d{1,2}\.\d", value)
-        return None if right else 'such as "9.0", in quotes'
+        if not isinstance(value, str) or not re.fullmatch(r"\d{1,2}\.\d", value):
+            return 'such as "9.0", in quotes'
+        least, most = _CAPABILITIES
+        within = least <= tuple(map(int, value.split("."))) <= most
+        return None if within else f"from {least[0]}.{least[1]} to {most[0]}.{most[1]}"
     if key == "name":
         return None if isinstance(value, str) and re.fullmatch(r"[\w .:+/()-]+", value) else "a name"
     if key == "reserve_fraction":
         return None if _is_number(value) and 0 <= value < 1 else "at least 0 and below 1"
-    if _FIELDS[key] == "int":
-        return None if _is_size(value) else "a whole number of at least 1"
-    return None if _positive(value) else "a number above 0"
+    whole = _FIELDS[key] == "int"
+    wrong = _outside(value if not whole or _is_size(value) else None, *_BOUNDS[key])
+    return wrong and f"a {'whole ' if whole else ''}number {wrong}"
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _positive(value: Any) -> bool:
-    return _is_number(value) and 0 < value < float("inf")
+def _outside(value: Any, least: float, most: float, unit: str) -> str | None:
+    """The bounds in words, for what is no number within them."""
+    if _is_number(value) and least <= value <= most:
+        return None
+    words = [f"{bound:,}" if isinstance(bound, int) else f"{bound:g}" for bound in (least, most)]
+    return f"from {words[0]} to {words[1]} {unit}"
