@@ -81,11 +81,21 @@ def add_own(parser: argparse.ArgumentParser, verb: str) -> None:
         add(
             "--cluster", metavar="KIND:HOSTSxDEVICES", help=f"{', '.join(DEVICES)}, or file:SPEC.toml; such as h100:8x8"
         )
-        add("--compare", metavar="'A | B'", type=_variants, help="several sets of --config.KEY=VALUE, put side by side")
+        add(
+            "--compare",
+            metavar="'A | B'",
+            type=_variants,
+            help="several sets of --config.KEY=VALUE, put side by side; of files --json alone",
+        )
         add("--json", metavar="OUT", type=_path, help="write all that is found as JSON; - is stdout")
-        add("--html", metavar="OUT", type=_path, help="write it as one page with the pictures")
-        add("--hlo", metavar="OUT", type=_path, help="write the compiled program's text")
-        add("--trace", metavar="OUT", type=_path, help="write the timeline for Perfetto or chrome://tracing")
+        add("--html", metavar="OUT", type=_path, help="write it as one page with the pictures; of one program")
+        add("--hlo", metavar="OUT", type=_path, help="write the compiled program's text; of one program")
+        add(
+            "--trace",
+            metavar="OUT",
+            type=_path,
+            help="write the timeline for Perfetto or chrome://tracing; of one program",
+        )
     elif verb != "train":
         add("--json", action="store_true", help="print JSON")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import sys
 import time
@@ -39,12 +40,12 @@ def rehearse(recipes: Mapping[str, Recipe], cluster: str, outputs: Mapping[str, 
     """
     place = parse(cluster)
     _check(recipes, place, outputs)
-    found = {}
     try:
         with _progress() as progress:
-            for name, recipe in recipes.items():
-                say = progress if len(recipes) == 1 else lambda words, name=name: progress(f"{name}: {words}")
-                found[name] = rehearse_one(recipe, place, say)
+            found = {
+                name: _one_of(recipe, place, progress, f"{name}: " if len(recipes) > 1 else "")
+                for name, recipe in recipes.items()
+            }
     except CompilerFailure as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
@@ -60,9 +61,22 @@ def rehearse(recipes: Mapping[str, Recipe], cluster: str, outputs: Mapping[str, 
         facts = {"variants": {name: each.facts for name, each in found.items()}}
         facts["comparison"] = compare.describe(facts["variants"])
         if outputs.get("json") != STDOUT:
-            console.print(compare.table(facts["comparison"]))
+            console.print(*compare.tables(facts["comparison"], console.width), sep="\n")
     _write_json(facts, outputs.get("json"))
+    for path in outputs.values():
+        if path != STDOUT:
+            print(f"wrote {path}", file=sys.stderr)
     return DONE
+
+
+def _one_of(recipe: Recipe, cluster: Cluster, progress: Callable[[str], Any], name: str) -> Rehearsal:
+    """A rehearsal of which everything that is said begins with its name."""
+    try:
+        return rehearse_one(recipe, cluster, lambda words: progress(f"{name}{words}"))
+    except CompilerFailure as error:
+        raise CompilerFailure(f"{name}{error}") from error
+    except ConfigError as error:
+        raise ConfigError([f"{name}{problem}" for problem in error.problems]) from error
 
 
 def print_facts(facts: Mapping[str, Any], console: Console) -> None:
@@ -115,7 +129,11 @@ def _progress() -> Iterator[Callable[[str], None]]:
     start = time.perf_counter()
     if console.is_terminal:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
+        # A way to the terminal of its own: stderr goes through a filter while XLA compiles.
+        with (
+            open(os.dup(2), "w", encoding="utf-8") as own,
+            Progress(*columns, console=Console(file=own, highlight=False), transient=True) as bar,
+        ):
             task = bar.add_task("")
             yield lambda words: bar.update(task, description=words)
     else:
@@ -129,7 +147,6 @@ def _write_one(one: Rehearsal, title: str, outputs: Mapping[str, Path]) -> None:
         _write(path, page.page(one.facts, title, _command()))
     if path := outputs.get("trace"):
         trace.write(one.facts["time"], path)
-        print(f"wrote {path}", file=sys.stderr)
 
 
 def _command() -> str:
@@ -146,4 +163,3 @@ def _write_json(facts: Mapping[str, Any], path: Path | None) -> None:
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
-    print(f"wrote {path}", file=sys.stderr)

@@ -216,7 +216,12 @@ def test_of_several_the_best_is_the_shortest_step_that_fits() -> None:
     assert compare.marked(row, [0.2, 0.5, 0.5]) == ["20.0 %", f"50.0 % {compare.BEST}", f"50.0 % {compare.BEST}"]
     assert compare.marked(row, [0.2, 0.2]) == ["20.0 %", "20.0 %"]
     assert compare.describe({"too big": big})["best"] is None
-    assert compare.table(section).row_count >= 6
+    (table,) = compare.tables(section, 100)
+    assert table.row_count >= 6
+    assert [column.header for column in table.columns][1:] == ["long", "short", "too\nbig"]
+    *legend, _, table = compare.tables(section, 60)
+    assert legend == ["(a) long", "(b) short", "(c) too big"], "no heading breaks inside a number"
+    assert [column.header for column in table.columns][1:] == ["(a)", "(b)", "(c)"]
 
 
 def test_the_page_of_a_train_step() -> None:

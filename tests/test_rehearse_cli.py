@@ -152,6 +152,42 @@ def test_a_compiler_that_gives_up_leaves_its_words_and_the_program(
     assert "func.func public @main" in text
 
 
+def test_what_xla_says_of_memory_is_dropped_and_errors_arrive_also_of_a_compiler_that_dies() -> None:
+    program = """
+import os
+from sharded_train.rehearse.quiet import quiet_compiler
+with quiet_compiler():
+    os.write(2, b"W1129 hlo_rematerialization.cc:3231] Can't reduce memory use below 1 MiB\\n")
+    os.write(2, b"W1129 other.cc:1] heed this\\n")
+with quiet_compiler():
+    os.write(2, b"F1129 other.cc:1] check failed")
+    os.abort()
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
+    assert done.stderr == "W1129 other.cc:1] heed this\nF1129 other.cc:1] check failed"
+    assert done.returncode < 0
+
+
+@pytest.mark.usefixtures("never_compiles")
+def test_a_cluster_without_a_kind_is_told_how_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    (problem,) = refused(capsys, BIG, "--cluster=8x8")
+    assert "Did you mean h100:8x8?" in problem
+
+
+def test_of_several_the_error_names_its_variant(
+    small: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> NoReturn:
+        raise compiling.CompilerFailure("XLA could not")
+
+    monkeypatch.setattr(rehearse_verb, "rehearse_one", fail)
+    monkeypatch.setattr(rehearse_verb, "check_plugin", lambda: None)
+    assert (
+        main(["rehearse", small, "--cluster=h100:2x2", "--compare=--config.zero.stage=3 | --config.zero.stage=1"]) == 1
+    )
+    assert "error: zero.stage=3: XLA could not" in capsys.readouterr().err
+
+
 def test_a_rehearsal(
     small: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -171,7 +207,7 @@ def test_a_rehearsal(
     assert [line for line in out.splitlines() if line in titles] == titles
     assert re.search(r"^ +0\.\d s  compiling$", err, re.MULTILINE)
     assert [line for line in err.splitlines() if line.startswith("wrote ")] == [
-        f"wrote {outputs[kind]}" for kind in ("hlo", "html", "trace", "json")
+        f"wrote {outputs[kind]}" for kind in ("json", "html", "hlo", "trace")
     ]
     facts = json.loads(outputs["json"].read_text())
     assert facts["cluster"]["num_devices"] == facts["mesh"]["num_devices"] == 4

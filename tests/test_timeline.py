@@ -86,7 +86,7 @@ def test_without_overlap_a_step_is_the_sum() -> None:
 def test_what_is_computed_meanwhile_hides_the_transfer() -> None:
     result = run(program(start("s", INSIDE), kernel("a"), done("s"), kernel("b")))
     assert result.seconds == pytest.approx(16e-3)
-    assert not result.totals.get(("exposed", "sequence+tensor", "NVLink"))
+    assert not result.totals.get(("exposed", "sequence x tensor", "NVLink"))
     result = run(program(start("s", ACROSS), kernel("a"), done("s"), kernel("b")))
     assert result.seconds == pytest.approx(48e-3)
     assert result.totals["exposed", "data", "network"] == pytest.approx(32e-3)
@@ -101,7 +101,7 @@ def test_waiting_is_charged_to_what_the_link_carries() -> None:
     """t (tensor, 2 * 1/2 * 4 ms) is waited for, but s, which stands before it on the link, has 6 of the 10 ms."""
     pairs = "{{0,1},{2,3},{4,5},{6,7}}"
     result = run(program(start("s", INSIDE), start("t", pairs), done("t"), done("s")))
-    assert result.totals["exposed", "sequence+tensor", "NVLink"] == pytest.approx(6e-3)
+    assert result.totals["exposed", "sequence x tensor", "NVLink"] == pytest.approx(6e-3)
     assert result.totals["exposed", "tensor", "NVLink"] == pytest.approx(4e-3)
     assert [event.what for event in result.events if event.lane == "compute"] == ["wait"]
 

@@ -116,6 +116,10 @@ def parse(text: str) -> Cluster:
     if colon and kind == "file":
         return _of_file(Path(rest))
     if kind not in DEVICES:
+        if re.fullmatch(r"[1-9]\d{0,8}x[1-9]\d{0,8}", text):
+            raise ConfigError(
+                f"--cluster={text}: of which GPUs? Did you mean h100:{text}? Known are {', '.join(DEVICES)}"
+            )
         known = f"known are {', '.join(DEVICES)}, or file:SPEC.toml for another"
         hint = did_you_mean(kind, DEVICES) if kind else ""
         raise ConfigError(f"--cluster={text}: {kind or 'nothing'} is no kind of GPU{hint or ';'} {known}")

@@ -13,6 +13,7 @@ from sharded_train.rehearse.timeline import exposed_seconds, seconds_in_words
 from sharded_train.show_tables import bytes_in_words, flops_in_words, new_table
 
 BEST = "◀"
+NAMES, LEAST = 26, 18  # characters of the rows' names, and of a column at least: "shortest that fits"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +71,19 @@ def best(variants: Mapping[str, Mapping[str, Any]]) -> str | None:
     return min(fit, key=lambda name: fit[name]["time"]["step_seconds"], default=None)
 
 
-def table(section: Mapping[str, Any]) -> Table:
-    """The comparison for a terminal."""
+def tables(section: Mapping[str, Any], width: int) -> list[Any]:
+    """The comparison for a terminal; variants with long names are letters, which are told before."""
     names = section["variants"]
-    built = new_table("", *names, right=names)
+    if NAMES + sum(2 + max(LEAST, *map(len, name.split(" "))) for name in names) <= width:
+        return [table(section, ["\n".join(name.split(" ")) for name in names])]
+    letters = [f"({chr(ord('a') + i)})" for i in range(len(names))]
+    return [*(f"{letter} {name}" for letter, name in zip(letters, names, strict=True)), "", table(section, letters)]
+
+
+def table(section: Mapping[str, Any], headings: Sequence[str]) -> Table:
+    """A column for each variant, under its heading."""
+    names = section["variants"]
+    built = new_table("", *headings, right=headings)
     built.add_row("fits", *(section["fits"][name] for name in names))
     for row in ROWS:
         values = [section["rows"][row.name][name] for name in names]

@@ -27,6 +27,7 @@ from sharded_train.recipe import Recipe, check, program_on
 from sharded_train.rehearse import buffers
 from sharded_train.rehearse.buffers import Temporaries
 from sharded_train.rehearse.clusters import Cluster
+from sharded_train.rehearse.quiet import quiet_compiler
 from sharded_train.step import Program
 
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
@@ -80,7 +81,7 @@ def compile_for(recipe: Recipe, cluster: Cluster, progress: Callable[[str], Any]
         lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     options = program.compiler_options or {}
     with tempfile.TemporaryDirectory(prefix="rehearse-") as folder:
-        with phase("compile", f"compiling it for {cluster.words}"):
+        with phase("compile", f"compiling it for {cluster.words}"), quiet_compiler():
             compiled = _compile(lowered, cluster, {**options, **buffers.options(Path(folder))})
         with phase("text", "reading the compiled program"):
             text, temporaries = compiled.as_text(), buffers.read(Path(folder))

@@ -31,6 +31,7 @@ from sharded_train.step import Program
 
 TOO_CLOSE = 0.03  # of what there is
 LARGEST = 12  # arrays named
+CALLS = ("closed_call", "checkpoint", "pjit", "jit", "shard_map", "body", "cond", "while")  # by jax, no operations
 ROOM = 0.8  # of what there is: below it nothing need shrink
 WORKSPACE, GAPS, RESULTS = "workspaces of kernels", "gaps between arrays", "results beside the state"
 
@@ -162,7 +163,7 @@ class _Kinds:
         if kind == GRADIENTS and (names := self._shapes.get(_dims(value.shape))):
             return kind, _any_of(names), where
         operation = scopes.names_of(origin.scope)[-1].partition(":")[0].strip("(){} ").rpartition("/")[2]
-        return kind, operation or origin.opcode, where
+        return kind, origin.opcode if operation in ("", *CALLS) else operation, where
 
     def _kind(self, value: Value, origin: Instruction) -> str:
         dtype, scope = value.shape.partition("[")[0], origin.scope

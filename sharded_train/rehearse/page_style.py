@@ -84,7 +84,7 @@ SERIES = ("--products", "--attention", "--tensor", "--data", "--sequence", "--pi
 
 
 def colour_of_axes(axes: str) -> str:
-    """The colour of axes joined by "+", as a CSS value."""
+    """The colour of axes joined by " x ", as a CSS value."""
     return f"var(--{axes})" if axes in AXES else "var(--several)"
 
 

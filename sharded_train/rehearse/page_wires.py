@@ -10,7 +10,7 @@ from sharded_train.rehearse.page_parts import heading, link_title, paragraph, ta
 from sharded_train.rehearse.page_style import colour_of_axes
 from sharded_train.rehearse.timeline import seconds_in_words
 from sharded_train.rehearse.wires_tables import CONVENTION, arrays_in_words, once_each, spans_in_words
-from sharded_train.rehearse.wires_totals import number_in_words
+from sharded_train.rehearse.wires_totals import axes_in_words, number_in_words
 from sharded_train.show_tables import bytes_in_words
 
 ROWS = 14  # collectives in the table at first, alike ones being one; the others unfold
@@ -61,7 +61,7 @@ def section(wires: Mapping[str, Any], time: Mapping[str, Any]) -> Iterator[str]:
 def _by_link(totals: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for each in totals:
-        key = "+".join(each["axes"]), each["link"]
+        key = axes_in_words(each["axes"]), each["link"]
         row = rows.setdefault(key, {"axes": key[0], "link": key[1], "sent": 0.0})
         row["sent"] += each["wire_bytes"]
     return sorted(rows.values(), key=lambda row: -row["sent"])
@@ -98,7 +98,7 @@ def _rows(found: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     for those in ordered:
         first = those[0]
         yield (
-            link_title("+".join(first["axes"]), first["link"]),
+            link_title(axes_in_words(first["axes"]), first["link"]),
             first["op"],
             first["place"],
             arrays_in_words(first),

@@ -27,6 +27,7 @@ from sharded_train.rehearse.pace import Conditional, Doing, Pace
 from sharded_train.rehearse.scopes import words_of
 from sharded_train.rehearse.streams_state import COMPUTE, Event, Key, LoopRun, Result, State, repeat, wait
 from sharded_train.rehearse.wires import Collective
+from sharded_train.rehearse.wires_totals import axes_in_words
 
 _SLOWEST = (
     "Conditionals whose branches differ: the slowest is taken every time, as though all devices waited for one that "
@@ -122,7 +123,7 @@ class Streams:
 
     def _send(self, state: State, collective: Collective) -> tuple[float, str, Key]:
         """Put a collective onto its streams; when it arrives, on which of them last, and what it is."""
-        key = "+".join(collective.axes), collective.link
+        key = (axes_in_words(collective.axes) if collective.axes else ""), collective.link
         arrival, begins = (state.now, "", key), []
         for lane, seconds in seconds_on_links(collective, self.device).items():
             start = max(state.now, state.free[lane])

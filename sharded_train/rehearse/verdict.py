@@ -113,7 +113,7 @@ def _worst_link(time: Mapping[str, Any]) -> Iterator[str]:
 def _tries(facts: Mapping[str, Any]) -> Iterator[Try]:
     time, work = facts["time"], facts["computed"]
     for row in time["exposed"]:
-        axes, link = row["axes"].split("+"), link_words(row["link"])
+        axes, link = row["axes"].split(" x "), link_words(row["link"])
         why = f"waiting for {row['axes']} over {link} takes {seconds_in_words(row['exposed'])}"
         yield Try(_less_of(axes, row["link"], facts), row["exposed"], why)
     peak = time["peak"]

@@ -18,7 +18,18 @@ from sharded_train.rehearse.products import work_of
 CONTROL = ("while", "conditional", "call", "async-start", "call-start")
 # What one turn of a loop is, by the name that stands before "while" in the scopes of what is in it.
 TURNS = {"shard_map": "microbatch", "layers": "layer", "head": "chunk of tokens"}
-
+# What is sent outside of the model's parts, by the function that sends it.
+FUNCTIONS = {
+    "send": "sends of the pipeline",
+    "global_norm": "the global norm",
+    "over_tokens": "sums over tokens",
+    "settle": "sums of gradients",
+    "collect": "sums of gradients",
+    "summed": "sums of gradients",
+    "_many": "sums of gradients",
+    "_one": "sums of gradients",
+    "loss_and_grads": "the loss",
+}
 
 Shares = Mapping[tuple[str, int], Fraction]  # how often a branch is taken, by its conditional's name and its number
 
@@ -115,7 +126,7 @@ def argument_of(module: Module, origins: Origins, name: str) -> str:
 
 
 def words_of(scope: str, source: str, parameters: Sequence[str] = (), gradients: bool = False) -> str:
-    """The part of the model and the pass: "attention + mlp, recomputed"; outside of the model the function's name.
+    """The part of the model and the pass: "attention + mlp, recomputed"; outside of the model what is done there.
 
     Weights that are gathered are told as such, by where they stand in the state: "weights: layers", and gradients that
     are reduced to where those lie: "gradients: layers".
@@ -130,5 +141,5 @@ def words_of(scope: str, source: str, parameters: Sequence[str] = (), gradients:
         return f"gradients: {' + '.join(inner)}" if inner else "gradients"
     if inner:
         return f"{' + '.join(inner)}, {scopes.phase_of(scope)}"
-    function = source.rpartition(" in ")[2]
-    return function.replace(".<locals>.<genexpr>", "").replace(".<locals>", "") or "step"
+    functions = re.split(r"\W+", source.rpartition(" in ")[2])
+    return next((FUNCTIONS[name] for name in reversed(functions) if name in FUNCTIONS), "step")
