@@ -199,6 +199,7 @@ def test_what_does_not_fit_is_to_be_mended_first() -> None:
     said = section["words"]
     assert verdict.UNLIKE in said, "XLA hides nothing in a program that does not fit"
     assert section["tries"] == []
+    assert "bounds the step" not in said
     assert said.startswith("Does not fit: 90 GiB of 72.8 GiB.")
     assert said.endswith("Try first what makes it fit: config.train.remat=full.")
     assert "verdict bad" in page.page({**facts, "verdict": verdict.describe(facts)}, "x")
@@ -216,10 +217,11 @@ def test_of_several_the_best_is_the_shortest_step_that_fits() -> None:
     assert compare.marked(row, [0.2, 0.5, 0.5]) == ["20.0 %", f"50.0 % {compare.BEST}", f"50.0 % {compare.BEST}"]
     assert compare.marked(row, [0.2, 0.2]) == ["20.0 %", "20.0 %"]
     assert compare.describe({"too big": big})["best"] is None
-    (table,) = compare.tables(section, 100)
+    table, note = compare.tables(section, 100)
+    assert note == f"too big: {verdict.UNLIKE}"
     assert table.row_count >= 6
     assert [column.header for column in table.columns][1:] == ["long", "short", "too\nbig"]
-    *legend, _, table = compare.tables(section, 60)
+    *legend, _, table, _ = compare.tables(section, 60)
     assert legend == ["(a) long", "(b) short", "(c) too big"], "no heading breaks inside a number"
     assert [column.header for column in table.columns][1:] == ["(a)", "(b)", "(c)"]
 

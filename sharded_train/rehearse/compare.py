@@ -10,6 +10,7 @@ from rich.table import Table
 
 from sharded_train.rehearse import computed
 from sharded_train.rehearse.timeline import exposed_seconds, seconds_in_words
+from sharded_train.rehearse.verdict import UNLIKE
 from sharded_train.show_tables import bytes_in_words, flops_in_words, new_table
 
 BEST = "◀"
@@ -74,10 +75,17 @@ def best(variants: Mapping[str, Mapping[str, Any]]) -> str | None:
 def tables(section: Mapping[str, Any], width: int) -> list[Any]:
     """The comparison for a terminal; variants with long names are letters, which are told before."""
     names = section["variants"]
+    too_big = [name for name in names if section["fits"][name] == "does not fit"]
+    notes = [f"{', '.join(too_big)}: {UNLIKE}"] if too_big else []
     if NAMES + sum(2 + max(LEAST, *map(len, name.split(" "))) for name in names) <= width:
-        return [table(section, ["\n".join(name.split(" ")) for name in names])]
+        return [table(section, ["\n".join(name.split(" ")) for name in names]), *notes]
     letters = [f"({chr(ord('a') + i)})" for i in range(len(names))]
-    return [*(f"{letter} {name}" for letter, name in zip(letters, names, strict=True)), "", table(section, letters)]
+    return [
+        *(f"{letter} {name}" for letter, name in zip(letters, names, strict=True)),
+        "",
+        table(section, letters),
+        *notes,
+    ]
 
 
 def table(section: Mapping[str, Any], headings: Sequence[str]) -> Table:

@@ -47,7 +47,8 @@ def section(wires: Mapping[str, Any], time: Mapping[str, Any]) -> Iterator[str]:
     rows = list(_rows(wires["collectives"]))
     yield table(COLUMNS, rows[:ROWS], right=(4, 6))
     if rows[ROWS:]:
-        yield f"<details><summary>{len(rows) - ROWS} smaller ones</summary>{table(COLUMNS, rows[ROWS:], right=(4, 6))}"
+        ones = f"{len(rows) - ROWS} smaller ones" if len(rows) > ROWS + 1 else "A smaller one"
+        yield f"<details><summary>{ones}</summary>{table(COLUMNS, rows[ROWS:], right=(4, 6))}"
         yield "</details>"
     yield paragraph(CONVENTION, css="soft")
     if wires["not_understood"]:

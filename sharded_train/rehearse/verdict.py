@@ -38,8 +38,8 @@ def describe(facts: Mapping[str, Any]) -> dict[str, Any]:
     step = facts["time"]["step_seconds"]
     fits = facts["memory"]["verdict"] != "does not fit"
     worth = [each for each in tries if each.seconds >= WORTH * step][:MOST] if fits else []
-    words = [_fits(facts["memory"]), *_step(facts["time"]), *_worst_link(facts["time"])]
-    words += [] if fits else [UNLIKE]
+    words = [_fits(facts["memory"]), _step(facts["time"])]
+    words += [_shares(facts["time"]), *_worst_link(facts["time"])] if fits else [UNLIKE]
     if remedies := _remedies(facts["memory"]):
         words.append(f"Try first what makes it fit: {remedies}.")
     elif not fits:
@@ -72,15 +72,19 @@ def _remedies(memory: Mapping[str, Any]) -> str:
     return "" if memory["verdict"] == "fits" else "; ".join(memory.get("remedies", [])[:2])
 
 
-def _step(time: Mapping[str, Any]) -> Iterator[str]:
-    step, compute = time["step_seconds"], time["compute"]
-    tokens = time["tokens_per_second_per_device"]
-    yield (
+def _step(time: Mapping[str, Any]) -> str:
+    step, tokens = time["step_seconds"], time["tokens_per_second_per_device"]
+    return (
         f"A step takes at least {seconds_in_words(step)}: MFU is at most {100 * time['mfu']:.1f} %, and each device "
         f"trains at most {tokens:,.0f} tokens a second."
     )
+
+
+def _shares(time: Mapping[str, Any]) -> str:
+    """What a step is made of, and what bounds it."""
+    step, compute = time["step_seconds"], time["compute"]
     useful = compute["products"] + compute["attention"]
-    yield (
+    return (
         f"Of it {_percent(useful, step)} is matrix products and attention, {_percent(compute['other'], step)} other "
         f"kernels, {_percent(exposed_seconds(time), step)} waiting for communication: {_bounded_by(time)}."
     )

@@ -67,7 +67,8 @@ def _collectives(found: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     if rest := [each for those in kinds[ROWS:] for each in those]:
         runs = number_in_words(sum(each["times"] for each in rest))
         sent = bytes_in_words(round(sum(map(_sent, rest))))
-        yield f"And {len(rest)} smaller ones, {runs} runs, together {sent}."
+        ones = f"{len(rest)} smaller ones" if len(rest) > 1 else "a smaller one"
+        yield f"And {ones}, {runs} run{'' if runs == '1' else 's'}, together {sent}."
 
 
 def _kinds(found: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
