@@ -283,10 +283,23 @@ def test_a_slow_loader_is_told_of_only_when_it_is() -> None:
 def test_more_documents_than_a_row_may_hold_are_refused() -> None:
     """cuDNN's table would be too small, and its output no number."""
     rows = mixed(weighted=False)
-    most = 1 + max(int(rows[i]["segments"].max()) for i in range(len(rows)))
+    most = max(int(rows[i]["segments"].max() + (rows[i]["segments"].min() == 0)) for i in range(len(rows)))
     places = np.arange(BATCH[0])
     order = lambda samples: samples % len(rows)
     source = partial(LocalBatches, rows, order, places, BATCH[0], range(len(rows)), np.arange(BATCH[1]))
-    assert source(most)[0].keys() == set(KEYS)
+    every = range(-(-len(rows) // BATCH[0]))
+    assert all(source(most)[i].keys() == set(KEYS) for i in every)
     with pytest.raises(ConfigError, match=rf"attention.max_documents = {most - 1}: set it to {most} or more"):
-        [source(most - 1)[i] for i in range(-(-len(rows) // BATCH[0]))]
+        [source(most - 1)[i] for i in every]
+
+
+def test_a_row_of_one_document_may_have_padding() -> None:
+    class One:
+        def __getitem__(self, index: int) -> Row:
+            row = {key: np.ones(BATCH[1], np.int32) for key in KEYS}
+            row["segments"][-3:] = 0
+            return row
+
+    order = lambda samples: samples
+    source = LocalBatches(One(), order, np.arange(2), BATCH[0], range(1), np.arange(BATCH[1]), 1)  # type: ignore[arg-type]
+    assert source[0]["segments"].min() == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import grain
 import jax
@@ -75,14 +75,20 @@ class LocalBatches:
     def __getitem__(self, item: int) -> Row:
         chosen = self.order(self.steps[item] * self.batch_size + self.places)
         read = [self.rows[int(row)] if row >= 0 else self.rows.empty() for row in chosen]
-        most = 1 + max(int(row["segments"].max()) for row in read) if read else 0
-        if self.max_documents is not None and most > self.max_documents:
-            raise ConfigError(
-                f"a row of the batch of step {self.steps[item]} holds {most - 1} documents, which with padding is more "
-                f"than attention.max_documents = {self.max_documents}: set it to {most} or more (each costs memory in "
-                "cuDNN's attention), or use model.attention = xla"
-            )
+        self._check_documents(item, read)
         return {key: np.stack([row[key] for row in read])[:, self.token_order] for key in KEYS}
+
+    def _check_documents(self, item: int, rows: Sequence[Row]) -> None:
+        """Padding counts as a document too, but not after a single one: the causal mask alone hides it."""
+        limit = self.max_documents
+        padded = limit is not None and limit > 1
+        most = max((int(row["segments"].max() + (padded and row["segments"].min() == 0)) for row in rows), default=0)
+        if limit is not None and most > limit:
+            raise ConfigError(
+                f"a row of the batch of step {self.steps[item]} holds {most} documents{' with its padding' * padded}, "
+                f"more than attention.max_documents = {limit}: set it to {most} or more (each costs memory in cuDNN's "
+                "attention), or use model.attention = xla"
+            )
 
 
 def slow_loader(seconds_waited: float, seconds: float, read_threads: int) -> str | None:
