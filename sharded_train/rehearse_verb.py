@@ -21,13 +21,13 @@ from sharded_train.recipe import Recipe
 from sharded_train.rehearse import compare, computed, memory, page, timeline, trace, verdict, wires_tables
 from sharded_train.rehearse.clusters import Cluster, parse
 from sharded_train.rehearse.compile import CompilerFailure, check_layout, check_plugin
+from sharded_train.rehearse.outputs import STDOUT, problems_of
 from sharded_train.rehearse.run import Rehearsal
 from sharded_train.rehearse.run import rehearse as rehearse_one
 from sharded_train.show_pipeline import picture
 from sharded_train.show_tables import WIDTH, links_table, pipeline_tables
 
 DONE, FAILED = 0, 1
-STDOUT = Path("-")
 ONE_PROGRAM = ("html", "hlo", "trace")  # outputs that are of one program
 
 
@@ -108,15 +108,10 @@ def _check(recipes: Mapping[str, Recipe], cluster: Cluster, outputs: Mapping[str
             check_layout(recipe, cluster)
         except ConfigError as error:
             problems += error.problems if len(recipes) == 1 else [f"{name}: {problem}" for problem in error.problems]
-    for kind, path in outputs.items():
-        if len(recipes) > 1 and kind in ONE_PROGRAM:
-            problems.append(f"--{kind} with --compare: it is of one program; rehearse the one by itself")
-        elif path != STDOUT and not path.absolute().parent.is_dir():
-            problems.append(f"--{kind}={path}: there is no folder {path.absolute().parent} to write it into")
-        elif path != STDOUT and path.is_dir():
-            problems.append(f"--{kind}={path}: is a folder; give a file")
-        elif path == STDOUT and kind != "json":
-            problems.append(f"--{kind}=-: only --json can go to stdout")
+    if len(recipes) > 1:
+        each_one = [kind for kind in outputs if kind in ONE_PROGRAM]
+        problems += [f"--{kind} with --compare: it is of one program; rehearse the one by itself" for kind in each_one]
+    problems += problems_of({kind: path for kind, path in outputs.items() if len(recipes) == 1 or kind == "json"})
     if problems:
         raise ConfigError(problems)
     check_plugin()
@@ -156,9 +151,9 @@ def _command() -> str:
 
 def _write_json(facts: Mapping[str, Any], path: Path | None) -> None:
     if path == STDOUT:
-        print(dumps(facts, indent=2))
+        print(dumps(facts, indent=2, allow_nan=False))
     elif path is not None:
-        _write(path, dumps(facts, indent=2) + "\n")
+        _write(path, dumps(facts, indent=2, allow_nan=False) + "\n")
 
 
 def _write(path: Path, text: str) -> None:
