@@ -138,12 +138,18 @@ def test_captions_explain_what_is_drawn_only() -> None:
         assert words not in text
 
 
-def test_a_picture_drawn_for_white_paper_keeps_dark_letters() -> None:
-    """In dark mode too, where all other pictures have light ones."""
-    assert ".light svg text { fill: #1c2430; }" in page.STYLE
+def test_the_pipelines_picture_has_its_own_dark_looks() -> None:
+    """Letters and paper change together: a rule of the page that sets letters alone must give way to the picture's."""
     facts = facts_of("products")
     shown = describe(from_dict(PIPELINE), stand_ins("2x2"))["pipeline"]
-    assert '<div class="light"><svg xmlns' in page.page({**facts, "pipeline": shown}, "x")
+    text = page.page({**facts, "pipeline": shown}, "x")
+    (picture,) = re.findall(r"<svg xmlns.*?</svg>", text, re.DOTALL)
+    dark = picture.partition("prefers-color-scheme: dark")[2].partition("</style>")[0]
+    assert {"gantt-paper", "gantt-ink"} <= set(re.findall(r"\.([\w-]+)", dark))
+    letters = re.findall(r"<text ([^>]*)>", picture)
+    assert all("gantt-ink" in each or 'style="fill:' in each for each in letters)
+    plain = re.findall(r"([^{}]*\btext)\s*\{[^}]*fill:", page.STYLE)
+    assert [words.strip() for words in plain] == ["svg text"], "a class of the picture is stronger than tags"
 
 
 def strings(value: Any) -> Any:

@@ -108,8 +108,7 @@ def _pipeline(section: Mapping[str, Any] | None) -> Iterator[str]:
         return
     yield heading("The pipeline, as its schedule has it")
     yield paragraph(f"{sentence(pipeline_title(section))} {100 * section['bubble']:.1f} % of the stages' time is idle.")
-    picture = f'<div class="light">{image(section)}</div>'  # drawn for white paper, whatever the page's
-    yield figure(picture, "Simulated: time goes right, in units of one layer's forward. Hover over a block.")
+    yield figure(image(section), "Simulated: time goes right, in units of one layer's forward. Hover over a block.")
 
 
 def _memory(section: Mapping[str, Any]) -> Iterator[str]:

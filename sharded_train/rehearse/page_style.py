@@ -59,7 +59,6 @@ figcaption { font-size: 14px; max-width: 84ch; margin-top: 6px; }
 figure .wide { overflow-x: auto; }
 svg { display: block; width: 100%; min-width: 760px; height: auto; }
 svg text { fill: var(--ink); font: 12px system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif; }
-.light svg text { fill: #1c2430; } .light { background: #fff; }
 code { font-size: 13.5px; overflow-wrap: anywhere; }
 svg text.soft { fill: var(--soft); } svg text.small { font-size: 10.5px; } svg text.on { fill: #fff; }
 svg text.middle { text-anchor: middle; } svg text.end { text-anchor: end; }
