@@ -129,6 +129,8 @@ def test_the_page_says_what_was_rehearsed() -> None:
 def test_captions_explain_what_is_drawn_only() -> None:
     facts = facts_of("loops")
     assert "Hatched:" in page.page(facts, "x")
+    full = {**facts["memory"], "total_bytes": 80 * GIB}
+    assert "Hatched:" not in page.page({**facts, "memory": full}, "x"), "parts lie over all of it"
     assert "Overlapped" not in page.page(facts, "x"), "no column of that name is on the page"
     facts["memory"] |= {"reserve_bytes": 0, "total_bytes": 80 * GIB}
     for row in facts["time"]["exposed"]:

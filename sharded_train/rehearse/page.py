@@ -91,8 +91,11 @@ def _settings(config: Mapping[str, Any]) -> str:
 def _tiles(facts: Mapping[str, Any]) -> Iterator[str]:
     time, memory = facts["time"], facts["memory"]
     waiting = exposed_seconds(time) / time["step_seconds"] if time["step_seconds"] else 0.0
+    too_big = memory["verdict"] == "does not fit"
     tiles = {
-        "a step, at least": seconds_in_words(time["step_seconds"]),
+        f"a step, at least{'; of a program that does not fit' if too_big else ''}": seconds_in_words(
+            time["step_seconds"]
+        ),
         "model FLOPs utilisation (MFU), at most": f"{100 * time['mfu']:.1f} %",
         "tokens a second on each device, at most": f"{time['tokens_per_second_per_device']:,.0f}",
         f"of each device's {bytes_in_words(memory['device_bytes'])}": bytes_in_words(memory["total_bytes"]),
@@ -117,7 +120,11 @@ def _memory(section: Mapping[str, Any]) -> Iterator[str]:
     parts = _shown(section["parts"], section["total_bytes"])
     device, reserve = section["device_bytes"], section["reserve_bytes"]
     marks = {f"usable {bytes_in_words(device - reserve)}": device - reserve}
-    hatched = " Hatched: what is left to NCCL, the CUDA context and fragmentation." if reserve else ""
+    hatched = (
+        " Hatched: what is left to NCCL, the CUDA context and fragmentation."
+        if reserve and section["total_bytes"] < device
+        else ""
+    )
     pale = " Pale: free." if section["total_bytes"] < device - reserve else ""
     picture = bar(parts, device, reserve=reserve, marks=marks) + legend(parts)
     yield figure(picture, f"One device's memory, {bytes_in_words(device)}.{hatched}{pale}")
