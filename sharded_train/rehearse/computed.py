@@ -6,7 +6,8 @@ own FLOPs are those of `flops` over the number of devices. What the program does
     compiled products = model + rematerialised + scores again + hidden pairs + tiles + optimizer + not explained
 
 where the last is zero when nothing is missed; it holds work that tensor ranks do twice (a kv head that several of them
-need) and padding. Tiles are attention by XLA on pairs that a mask hides; see `_by_xla`.
+need), padding, and a product that XLA merged with its own recomputation (the last layer's under remat "full", whose
+backward pass follows at once). Tiles are attention by XLA on pairs that a mask hides; see `_by_xla`.
 """
 
 from __future__ import annotations
