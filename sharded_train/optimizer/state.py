@@ -43,6 +43,7 @@ def is_slot(x: Any) -> bool:
     return isinstance(x, Slot)
 
 
+@jax.named_scope("optimizer")
 def update(
     optimizer: Optimizer, plan: Plan, ema_decay: float | None, state: TrainState, grads: Tree, rate: jax.Array
 ) -> TrainState:
