@@ -120,8 +120,8 @@ def hard_batch(model: DecoderConfig, seed: int = 0) -> Batch:
 def weights(program: Program) -> dict:
     """Weights without the symmetry of fresh ones (gains of 1, biases of 0), a function of each leaf's name.
 
-    Twice as strong as fresh ones: with stronger ones the rounding of a gradient that is zero in exact arithmetic, such as
-    GPT-2's key bias, comes near the floor below which errors do not count.
+    Twice as strong as fresh ones: with stronger ones the rounding of a gradient that is zero in exact arithmetic, such
+    as GPT-2's key bias, comes near the floor below which errors do not count.
     """
     named = dict(named_leaves(program.specs))
 
