@@ -3,9 +3,9 @@
     python benchmarks/gpu_branches.py [--json OUT]
 
 A stage of a pipeline does its tensor, data and sequence collectives inside a loop of one turn or none, which the
-devices of the other stages may be passing over. XLA's CPU back end is held to it by the tests; with NCCL it was never run. Here
-every layout that the GPUs allow is measured by the equivalence library, in fp32, against one of them. Exit code 1 if an
-error is above 1e-4 (sums of GPUs have another order), 2 if there are fewer than two devices.
+devices of the other stages may be passing over. XLA's CPU back end is held to it by the tests; with NCCL it was never
+run. Here every layout that the GPUs allow is measured by the equivalence library, in fp32, against one of them. Exit
+code 1 if an error is above 1e-4 (sums of GPUs have another order), 2 if there are fewer than two devices.
 """
 
 from __future__ import annotations
