@@ -82,6 +82,8 @@ def _loop(run: Run, state: TrainState, log: RunLog) -> tuple[TrainState, int, Va
         for step in range(run.start_step + 1, run.last_step + 1):
             profile.before(step - 1, state)
             state, metrics = train_step(state, Batch(**next(batches)))
+            if program.platform == "cpu":
+                jax.block_until_ready(metrics)  # of two steps at once virtual devices could wait for each other
             log.add(step, metrics, batches.seconds_waited)  # looks at those of step - 1, while this step runs
             run.checkpointer.check()
             stopping, last = stop.agreed(step), step == run.last_step

@@ -10,6 +10,7 @@ import os
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_backend_optimization_level=0 --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    + " --xla_cpu_collective_call_terminate_timeout_seconds=300"  # a busy machine is no deadlock
 ).strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
 
