@@ -26,7 +26,7 @@ from sharded_train import compat
 from sharded_train.collectives import axis_index
 from sharded_train.gradients import FP32, add, float32, local_zeros, settled_zeros
 from sharded_train.in_place import in_place_if
-from sharded_train.local import Batch, Local, Loss, Microbatch
+from sharded_train.local import Batch, Local, Loss, Microbatch, outside_layers
 from sharded_train.models import decoder, stack
 from sharded_train.models.block import Block
 from sharded_train.models.stack import Source
@@ -58,7 +58,7 @@ def loss_and_grads(
     carry, _ = lax.scan(stage.tick, stage.start(), tables(pipe, stage.number))
     plan, sums = local.plan, carry.sums
     layers, names = sums["layers"], plan.placements
-    outside = {name: total for name, total in sums.items() if name != "layers"}
+    outside = outside_layers(sums)
     of_these = lambda tree: {name: tree[name] for name in outside}
     grads = plan.settle(outside, of_these(shards), of_these(names))
     if plan.zero.stage <= 1:
@@ -228,7 +228,7 @@ class _Stage:
         """The cotangent of the input of the item's chunk, what is left for later; the sums with gradients and loss."""
         local, work = self.local, self.work(now.backward)
         kept, y = get(saved, now.backward_input)
-        outside = {name: total for name, total in sums.items() if name != "layers"}
+        outside = outside_layers(sums)
 
         def head(state: tuple[jax.Array, Tree, jax.Array]) -> tuple[jax.Array, Tree, jax.Array]:
             _, outside, nll = state
