@@ -22,7 +22,6 @@ from sharded_train.show_tables import bytes_in_words
 if TYPE_CHECKING:
     from sharded_train.recipe import Recipe
 
-NOT_BUILT: tuple[str, ...] = ()  # of `schedules`, what the executor cannot run yet
 BF16, FP32 = 2, 4  # bytes
 
 
@@ -32,11 +31,6 @@ def problems(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
     found, chunks = [], _chunks(chosen)
     if p <= 1 or num_layers < 1 or chunks < 1:
         return []  # out of range, which is told of elsewhere
-    if chosen.schedule in NOT_BUILT:
-        found.append(
-            f"pipeline.schedule = {chosen.schedule}: not built yet: backwards of inputs and of weights apart; choose "
-            "interleaved, which has the next smallest bubble"
-        )
     asked = f"mesh.pipeline = {p}, pipeline.schedule = {chosen.schedule}, pipeline.num_chunks = {chunks}"
     for refuses in (
         lambda: make(chosen.schedule, p, 1, chunks),
