@@ -5,31 +5,46 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from sharded_train import __version__, launch, options
 from sharded_train.config import repeated, split_arguments, to_dict
 from sharded_train.errors import ConfigError, did_you_mean
+from sharded_train.exits import Exit
+from sharded_train.faults import progress
 
 if TYPE_CHECKING:
     from sharded_train.recipe import Recipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. 0: done; 2: what was asked for cannot be done, and why is on stderr; 130: Ctrl-C."""
+    """Run one verb and return its exit code, see `exits.Exit`."""
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
-        return 2
+        return Exit.CONFIG
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return Exit.INTERRUPTED
+
+
+def command() -> NoReturn:
+    """The command's process: `main`, and an end that waits for nobody."""
+    progress.die_with_supervisor()
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = Exit.RETRYABLE
+    launch.leave(code)
 
 
 def _run(argv: list[str]) -> int:
+    argv, launched = _after_dashes(argv)
     overrides, arguments = split_arguments(argv)
     if not arguments:
         raise ConfigError(f"which verb? One of {', '.join(VERBS)}; `sharded-train --help` tells them apart")
@@ -44,11 +59,22 @@ def _run(argv: list[str]) -> int:
     problems = [*_unknown(unknown, of_verb[args.verb]), *_missing(args, verb), *options.problems(args)]
     problems += [] if verb.has_config else [f"{o}: {args.verb} has no config" for o in overrides]
     problems += launch.problems(args) if verb.has_devices else []
+    if launched is not None:
+        args.command = launched
+        problems += [f"{args.verb}: takes no command after --"] if args.verb != "launch" else []
     if problems:
         raise ConfigError(problems)
     for note in repeated(overrides):
         print(f"note: {note}", file=sys.stderr)
     return verb.run(args, overrides)
+
+
+def _after_dashes(argv: list[str]) -> tuple[list[str], list[str] | None]:
+    """The arguments before a --, and those after it, if there is one."""
+    if "--" not in argv:
+        return argv, None
+    at = argv.index("--")
+    return argv[:at], argv[at + 1 :]
 
 
 def _recipe(args: argparse.Namespace, overrides: list[str], *, start: bool = True, check: bool = True) -> Recipe:
@@ -69,7 +95,7 @@ def _recipe(args: argparse.Namespace, overrides: list[str], *, start: bool = Tru
     if check:
         recipe.check(asked, None)
     if start:
-        launch.start(args)
+        launch.start(args, asked.distributed)
     return asked
 
 
@@ -145,6 +171,20 @@ def _schedule(args: argparse.Namespace, overrides: list[str]) -> int:
     )
 
 
+def _launch(args: argparse.Namespace, overrides: list[str]) -> int:
+    from sharded_train.faults.supervisor import Policy
+    from sharded_train.launch_verb import launch as supervise
+
+    return supervise(
+        getattr(args, "command", []),
+        Policy(args.max_restarts, args.same_step, args.backoff, grace=args.grace),
+        processes=args.processes,
+        hosts=args.hosts,
+        host_index=args.host_index,
+        coordinator=args.coordinator,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Verb:
     """One verb of the command. `needs` are its required options; one of several where they are joined by "or".
@@ -204,6 +244,14 @@ VERBS = {
         "sharded-train schedule --stages=8 --microbatches=32 --schedule=interleaved --chunks=4 --costs=1,2,1",
         ("--stages", "--microbatches"),
         _schedule,
+        has_config=False,
+        has_devices=False,
+    ),
+    "launch": Verb(
+        "train as several supervised processes of this host: a fault stops all, and all go on from the last checkpoint",
+        "sharded-train launch --processes=2 -- train --config=configs/quickstart.py --workdir=runs/two --cpu-devices=4",
+        ("--processes",),
+        _launch,
         has_config=False,
         has_devices=False,
     ),
@@ -275,4 +323,4 @@ def _missing(args: argparse.Namespace, verb: Verb) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -11,9 +11,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, NoReturn
 
 from sharded_train.devices import RESERVE_FRACTION
 from sharded_train.errors import ConfigError
+from sharded_train.exits import Exit
+from sharded_train.faults.config import DistributedConfig
 
 NOISE = (b"cudart_stub.cc", b"All log messages before absl::InitializeLog()")
 
@@ -58,7 +61,7 @@ def problems(args: argparse.Namespace) -> list[str]:
     return found
 
 
-def start(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> None:
+def start(args: argparse.Namespace, waits: DistributedConfig, environ: Mapping[str, str] = os.environ) -> None:
     """Choose the devices and join the other processes, if there are any. Nothing may have used a device before."""
     import jax
 
@@ -74,7 +77,7 @@ def start(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> 
         jax.config.update("jax_platforms", "cpu")  # else JAX tries the plugin and tells at length why it cannot
     if args.coordinator is not None:
         _keep_stdout()
-        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id)
+        jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, **_seconds(waits))
         return
     launcher = launched_by(environ)
     if launcher is None and not args.distributed:
@@ -84,12 +87,34 @@ def start(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> 
     _say(f"joining the other processes: {launcher or '--distributed'}", environ)
     _keep_stdout()
     try:
-        jax.distributed.initialize()
+        jax.distributed.initialize(**_seconds(waits))
     except ValueError as error:
         raise ConfigError(
             f"{launcher or '--distributed'}: JAX cannot tell where the other processes are ({error}); give "
             "--coordinator, --num-processes and --process-id"
         ) from error
+
+
+def _seconds(waits: DistributedConfig) -> dict[str, Any]:
+    return {
+        "heartbeat_timeout_seconds": waits.heartbeat_seconds,
+        "initialization_timeout": waits.initialization_seconds,
+        "shutdown_timeout_seconds": waits.shutdown_seconds,
+    }
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process with `code`.
+
+    One of several processes that has failed does not wait for the others at JAX's shutdown barrier: they are waiting
+    for it in a collective.
+    """
+    jax = sys.modules.get("jax")
+    if code not in (Exit.DONE, Exit.PREEMPTED) and jax is not None and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def without_gpu() -> None:

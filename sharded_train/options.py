@@ -41,6 +41,23 @@ def add_own(parser: argparse.ArgumentParser, verb: str) -> None:
     add = parser.add_argument
     if verb == "train":
         add("--accept-config-change", action="store_true", help="go on in a workdir that another config started")
+    if verb == "launch":
+        number = _at_least(int, 1)
+        add("--processes", metavar="N", type=number, help="how many processes, on this host")
+        add("--max-restarts", metavar="N", type=_at_least(int, 0), default=100, help="of them all (default 100)")
+        add(
+            "--same-step",
+            metavar="N",
+            type=number,
+            default=3,
+            help="failures at one step, with none beyond it in between, after which it is given up (default 3)",
+        )
+        add("--backoff", metavar="S", type=_at_least(float, 0), default=1.0, help="seconds before the first restart")
+        add("--grace", metavar="S", type=_at_least(float, 0), default=120.0, help="that others may take to end too")
+        add("--hosts", metavar="H", type=number, default=1, help="how many hosts there are, each with its own launch")
+        add("--host-index", metavar="I", type=_at_least(int, 0), default=0, help="which of them this is, from 0")
+        add("--coordinator", metavar="HOST:PORT", help="with several hosts: an address of host 0")
+        return
     if verb == "generate":
         add("--prompt", metavar="TEXT", help="the text to go on from")
         add("--max-tokens", metavar="N", type=_at_least(int, 1), default=100, help="tokens to write (default 100)")

@@ -23,7 +23,8 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
         "model.vocab_size model.d_model model.num_layers model.num_heads model.num_kv_heads model.head_dim model.d_ff "
         "model.max_positions model.rope_scaling.original_context schedule.decay_steps schedule.timescale "
         "train.num_steps train.global_batch_size train.sequence_length train.num_microbatches evaluate.num_batches "
-        "checkpoint.keep zero.group_size optimizer.num_iterations attention.max_documents pipeline.num_chunks",
+        "checkpoint.keep zero.group_size optimizer.num_iterations attention.max_documents pipeline.num_chunks "
+        "distributed.heartbeat_seconds distributed.initialization_seconds distributed.shutdown_seconds",
     ),
     "at least 0": (
         lambda x: x >= 0,

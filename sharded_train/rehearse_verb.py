@@ -17,6 +17,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from sharded_train.errors import ConfigError
+from sharded_train.exits import Exit
 from sharded_train.recipe import Recipe
 from sharded_train.rehearse import compare, computed, memory, page, timeline, trace, verdict, wires_tables
 from sharded_train.rehearse.clusters import Cluster, parse
@@ -27,7 +28,6 @@ from sharded_train.rehearse.run import rehearse as rehearse_one
 from sharded_train.show_pipeline import picture
 from sharded_train.show_tables import WIDTH, links_table, pipeline_tables
 
-DONE, FAILED = 0, 1
 ONE_PROGRAM = ("html", "hlo", "trace")  # outputs that are of one program
 
 
@@ -48,7 +48,7 @@ def rehearse(recipes: Mapping[str, Recipe], cluster: str, outputs: Mapping[str, 
             }
     except CompilerFailure as error:
         print(f"error: {error}", file=sys.stderr)
-        return FAILED
+        return Exit.FAILED
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     facts: dict[str, Any]
     if len(found) == 1:
@@ -66,7 +66,7 @@ def rehearse(recipes: Mapping[str, Recipe], cluster: str, outputs: Mapping[str, 
     for path in outputs.values():
         if path != STDOUT:
             print(f"wrote {path}", file=sys.stderr)
-    return DONE
+    return Exit.DONE
 
 
 def _one_of(recipe: Recipe, cluster: Cluster, progress: Callable[[str], Any], name: str) -> Rehearsal:

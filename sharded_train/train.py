@@ -18,6 +18,7 @@ from sharded_train.checkpoint import Checkpointer, CheckpointError
 from sharded_train.data.loader import Loader
 from sharded_train.data.prepare import TextData
 from sharded_train.evaluate import Validation, in_words, validate
+from sharded_train.exits import Exit
 from sharded_train.generate import Sampling, sample_text
 from sharded_train.metrics import Diverged, MetricsWriter, ProgressTable, RunLog
 from sharded_train.peak import peak_of
@@ -26,22 +27,20 @@ from sharded_train.show import describe
 from sharded_train.step import Batch, Program, TrainState
 from sharded_train.stopping import StopRequest
 
-DONE, FAILED, INTERRUPTED = 0, 1, 75  # 75: EX_TEMPFAIL of sysexits.h, "try again later"
-
 
 def train(recipe: Recipe, workdir: Path, *, accept_config_change: bool = False) -> int:
     """Trains to `train.num_steps` (or `train.stop_at`), from the last checkpoint in `workdir` if there is one.
 
-    Returns the exit code: 0 when that step is reached and saved, 75 when a signal came and the state was saved, 1 when
-    the run cannot go on, for a reason told on stderr. What is wrong with recipe, data or workdir raises ConfigError
-    before anything is compiled or written.
+    Returns the exit code (`exits.Exit`): DONE when that step is reached and saved, PREEMPTED when a signal came and the
+    state was saved; others when the run cannot go on, for a reason told on stderr. What is wrong with recipe, data or
+    workdir raises ConfigError before anything is compiled or written.
     """
     console = report.console_of_process()
     try:
         with contextlib.ExitStack() as stack:
             begun = _begin(recipe, workdir, accept_config_change, console, stack)
             if begun is None:
-                return DONE
+                return Exit.DONE
             run, state = begun
             return _end(run, *_loop(run, state, _log_of(run, stack)))
     except (CheckpointError, Diverged, memory.OutOfMemory) as error:
@@ -51,7 +50,7 @@ def train(recipe: Recipe, workdir: Path, *, accept_config_change: bool = False) 
             raise
         problem = memory.explain(str(error).splitlines()[0], recipe, describe(recipe, jax.devices()))
     print(f"error: {problem}", file=sys.stderr)
-    return FAILED
+    return Exit.FAILED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +185,7 @@ def _end(run: Run, state: TrainState, step: int, found: Validation | None) -> in
         run.console.print(report.printable(sample), markup=False, style="italic", soft_wrap=True)
     run.console.print(f"checkpoint: {run.workdir / layout.CHECKPOINTS / str(step)}", markup=False, soft_wrap=True)
     report.how_to_go_on(run.console, run.recipe, run.workdir, step)
-    return INTERRUPTED if step < run.last_step else DONE
+    return Exit.PREEMPTED if step < run.last_step else Exit.DONE
 
 
 def _batches(run: Run) -> Loader:

@@ -39,6 +39,7 @@ MAY_CHANGE = (
     "config.train.overlap",
     "config.train.stop_at",
     "config.log.",
+    "config.distributed.",
     "config.evaluate.",
     "config.checkpoint.",
     "config.data.read_threads",

@@ -17,6 +17,7 @@ from sharded_train.__main__ import VERBS, main
 from sharded_train.config import to_dict
 from sharded_train.config_file import CONFIGS
 from sharded_train.errors import ConfigError
+from sharded_train.faults.config import DistributedConfig
 from sharded_train.recipe import Recipe
 
 QUICKSTART = f"--config={CONFIGS / 'quickstart.py'}"
@@ -34,7 +35,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], d
     """What the verbs' functions were called with; they return 7."""
     made: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
     for verb in VERBS:
-        module = types.ModuleType(f"sharded_train.{verb}{'_verb' * (verb in ('data', 'rehearse', 'schedule'))}")
+        module = types.ModuleType(
+            f"sharded_train.{verb}{'_verb' * (verb in ('data', 'launch', 'rehearse', 'schedule'))}"
+        )
 
         def function(*args: Any, _verb: str = verb, **options: Any) -> int:
             made.append((_verb, args, options))
@@ -282,36 +285,46 @@ def test_a_batch_script_is_told_that_it_runs_alone(capsys: pytest.CaptureFixture
     assert "4 tasks, but srun did not start this one: it runs alone" in capsys.readouterr().err
 
 
+WAITS = DistributedConfig(heartbeat_seconds=7)
+
+
 class Joined(list[tuple[Any, ...]]):
     """Stands in for jax.distributed."""
 
-    def initialize(self, *arguments: Any) -> None:
+    def initialize(self, *arguments: Any, **waits: int) -> None:
+        assert waits == {
+            "heartbeat_timeout_seconds": 7,
+            "initialization_timeout": 300,
+            "shutdown_timeout_seconds": 300,
+        }
         self.append(arguments)
 
 
 def test_processes_join(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     joined = Joined()
     monkeypatch.setattr("jax.distributed", joined)
-    launch.start(options(), {})
+    launch.start(options(), WAITS, {})
     assert joined == []
-    launch.start(options("--coordinator=n:1", "--num-processes=2", "--process-id=1"), {"OMPI_COMM_WORLD_SIZE": "2"})
+    launch.start(
+        options("--coordinator=n:1", "--num-processes=2", "--process-id=1"), WAITS, {"OMPI_COMM_WORLD_SIZE": "2"}
+    )
     assert joined == [("n:1", 2, 1)]
-    launch.start(options(), {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"})
+    launch.start(options(), WAITS, {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"})
     assert joined[1:] == [()]
     assert "note: joining the other processes: one of 2 that srun started" in capsys.readouterr().err
-    launch.start(options("--distributed"), {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"})
+    launch.start(options("--distributed"), WAITS, {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"})
     assert joined[2:] == [()]
     assert capsys.readouterr().err == ""  # process 0 says it for all
 
 
 def test_distributed_without_a_launcher_says_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
     class Lost:
-        def initialize(self) -> None:
+        def initialize(self, **waits: int) -> None:
             raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr("jax.distributed", Lost())
     with pytest.raises(ConfigError, match="give --coordinator, --num-processes and --process-id"):
-        launch.start(options("--distributed"), {})
+        launch.start(options("--distributed"), WAITS, {})
 
 
 def test_an_empty_workdir_is_not_this_folder(capsys: pytest.CaptureFixture[str]) -> None:
@@ -323,3 +336,54 @@ def test_an_empty_workdir_is_not_this_folder(capsys: pytest.CaptureFixture[str])
 def test_sampling_options_have_bounds(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--workdir=runs/none", "--prompt=a", option]) == 2
     assert option.partition("=")[2] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["launch", "--", "train"], "launch needs --processes"),
+        (["launch", "--processes=2"], "launch needs a command after --"),
+        (["launch", "--processes=2", "--", "evaluate", "--workdir=w"], "launch supervises train, not evaluate"),
+        (["launch", "--processes=2", "--", "train", "--config=c.py"], "needs --workdir=DIR"),
+        (["launch", "--processes=2", "--", "train", "--workdir=w", "--process-id=1"], "--process-id=1 after --"),
+        (["launch", "--processes=1", "--hosts=2", "--", "train", "--workdir", "w"], "needs --coordinator=HOST:PORT"),
+        (
+            [
+                "launch",
+                "--processes=1",
+                "--hosts=2",
+                "--host-index=2",
+                "--coordinator=a:1",
+                "--",
+                "train",
+                "--workdir=w",
+            ],
+            "must be from 0 to --hosts - 1 = 1",
+        ),
+        (["train", QUICKSTART, "--workdir=w", "--", "x"], "train: takes no command after --"),
+    ],
+)
+def test_what_launch_refuses(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert words in "\n".join(refused(capsys, *argv))
+
+
+def test_launch_tells_processes_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines: list[list[list[str]]] = []
+
+    def run(self: Any) -> int:
+        lines.append([list(line)[3:] for line in self._command(1)])
+        return 0
+
+    monkeypatch.setattr("sharded_train.faults.supervisor.Supervisor.run", run)
+    command = ["--", "train", "--config=c.py", "--config.train.seed=1", f"--workdir={tmp_path}"]
+    assert main(["launch", "--processes=1", *command]) == 0
+    assert lines[0] == [command[1:]]
+    assert main(["launch", "--processes=2", *command]) == 0
+    port = lines[1][0][4].rpartition(":")[2]
+    assert lines[1] == [
+        [*command[1:], f"--coordinator=localhost:{port}", "--num-processes=2", f"--process-id={i}"] for i in range(2)
+    ]
+    assert main(["launch", "--processes=2", "--hosts=3", "--host-index=1", "--coordinator=h0:99", *command]) == 0
+    assert [line[4:] for line in lines[2]] == [
+        ["--coordinator=h0:99", "--num-processes=6", f"--process-id={i}"] for i in (2, 3)
+    ]

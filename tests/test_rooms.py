@@ -14,10 +14,10 @@ ROOMS = {
     "language": "errors compat gpu_flags mesh sharding params collectives in_place precision schedules",
     "model": "ops models",
     "step": "optimizer local gradients pipeline step",
-    "run": "config config_values flops config_file mesh_picture equivalence data checkpoint workdir metrics "
+    "run": "exits config config_values flops config_file mesh_picture equivalence data checkpoint workdir metrics "
     "devices peak recipe recipe_checks recipe_warnings recipe_pipeline assemble report stopping memory "
     "train evaluate generate show show_pipeline show_tables data_verb data_rows schedule_verb "
-    "schedule_page schedule_picture schedule_remarks rehearse rehearse_verb attention_check",
+    "schedule_page schedule_picture schedule_remarks rehearse rehearse_verb attention_check faults launch_verb",
     "entry": "launch options __main__",
 }
 LEVEL = {name: level for level, names in enumerate(ROOMS.values()) for name in names.split()}

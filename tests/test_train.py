@@ -28,11 +28,12 @@ from sharded_train import workdir as workdirs
 from sharded_train.checkpoint import Checkpointer
 from sharded_train.errors import ConfigError
 from sharded_train.evaluate import evaluate
+from sharded_train.exits import Exit
 from sharded_train.metrics import RunLog
 from sharded_train.recipe import Recipe
 from sharded_train.report import command_to_resume
 from sharded_train.step import Program
-from sharded_train.train import DONE, FAILED, INTERRUPTED, train
+from sharded_train.train import train
 
 STEPS = 10
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -136,7 +137,7 @@ def test_ten_steps_are_five_and_a_resume_and_five_bitwise(
     text: Path, unbroken: Ended, half: Ended, tmp_path: Path
 ) -> None:
     resumed = run(recipe_of(text), copy_of(half, tmp_path))
-    assert (unbroken.code, half.code, resumed.code) == (DONE, DONE, DONE)
+    assert (unbroken.code, half.code, resumed.code) == (Exit.DONE, Exit.DONE, Exit.DONE)
     (state, record), (expected, expected_record) = state_of(resumed, STEPS), state_of(unbroken, STEPS)
     jax.tree.map(np.testing.assert_array_equal, state, expected)
     assert record["tokens_seen"] == expected_record["tokens_seen"] > 0
@@ -160,7 +161,7 @@ def test_a_signal_finishes_the_step_and_saves_it(
     stopped = run(recipe_of(text), tmp_path / "run")
     monkeypatch.undo()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert stopped.code == INTERRUPTED
+    assert stopped.code == Exit.PREEMPTED
     assert "3 of 10 steps are done. To go on:" in stopped.output
     assert Checkpointer(stopped.workdir / "checkpoints").steps() == [3]
     resumed = run(recipe_of(text), stopped.workdir)
@@ -216,7 +217,7 @@ def run_processes(
         for options in where
     ]
     outputs = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == [DONE] * len(where), "\n\n".join(outputs)
+    assert [process.returncode for process in processes] == [Exit.DONE] * len(where), "\n\n".join(outputs)
     return outputs
 
 
@@ -299,7 +300,7 @@ def test_evaluate_finds_what_training_found(unbroken: Ended, capsys: pytest.Capt
 
 def test_a_profile_is_written_when_it_is_asked_for(text: Path, half: Ended, tmp_path: Path) -> None:
     ended = run(recipe_of(text, "log.profile_steps=6,8", "log.tensorboard=false"), copy_of(half, tmp_path))
-    assert ended.code == DONE
+    assert ended.code == Exit.DONE
     assert list((ended.workdir / "profile").rglob("*.xplane.pb"))
 
 
@@ -309,7 +310,7 @@ def test_a_profile_is_written_when_it_is_asked_for(text: Path, half: Ended, tmp_
 def test_at_the_last_step_there_is_nothing_to_do(text: Path, unbroken: Ended) -> None:
     before = contents(unbroken.workdir)
     again = run(recipe_of(text), unbroken.workdir)
-    assert again.code == DONE
+    assert again.code == Exit.DONE
     assert "is at step 10 already: there is nothing to do" in again.output
     assert contents(unbroken.workdir) == before
 
@@ -318,7 +319,7 @@ def test_a_run_that_diverges_stops_and_saves_nothing_of_it(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = ("schedule.learning_rate=1e30", "schedule.warmup_steps=0", "checkpoint.every=1", "optimizer.type=sgd")
-    assert train(recipe_of(text, *changes), tmp_path / "run") == FAILED
+    assert train(recipe_of(text, *changes), tmp_path / "run") == Exit.FAILED
     said = capsys.readouterr().err
     saved = Checkpointer(tmp_path / "run/checkpoints").steps()
     losses = metrics_of(tmp_path / "run", "loss")
@@ -337,7 +338,7 @@ def test_running_out_of_memory_is_explained(
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nmore")
 
     monkeypatch.setattr(RunLog, "flush", fail)
-    assert train(recipe_of(text), copy_of(half, tmp_path)) == FAILED
+    assert train(recipe_of(text), copy_of(half, tmp_path)) == Exit.FAILED
     said = capsys.readouterr().err
     assert "error: out of memory: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes." in said
     assert "config.train.remat=selective" in said
@@ -350,7 +351,7 @@ def test_a_damaged_checkpoint_is_named(
     files = [path for path in (workdir / "checkpoints/10/state").rglob("*") if path.is_file()]
     os.truncate(max(files, key=lambda path: path.stat().st_size), 100)
     before = contents(workdir)
-    assert train(recipe_of(text, "train.num_steps=12"), workdir, accept_config_change=True) == FAILED
+    assert train(recipe_of(text, "train.num_steps=12"), workdir, accept_config_change=True) == Exit.FAILED
     said = capsys.readouterr().err
     assert f"error: {workdir}/checkpoints/10 cannot be read" in said
     assert "that of step 5" in said
@@ -450,7 +451,7 @@ def test_weights_that_are_not_finite_are_not_saved(
 ) -> None:
     """The loss of a step is that of the weights before it: here the last update breaks them, and no loss follows."""
     monkeypatch.setattr(Program, "is_finite", property(lambda self: lambda tree: False))
-    assert train(recipe_of(text, "train.stop_at=1"), tmp_path / "run") == FAILED
+    assert train(recipe_of(text, "train.stop_at=1"), tmp_path / "run") == Exit.FAILED
     assert "step 1: weights not finite after it; this state is not saved" in capsys.readouterr().err
     assert Checkpointer(tmp_path / "run/checkpoints").steps() == []
 
@@ -461,7 +462,7 @@ def test_a_directory_that_is_no_checkpoint_is_told_by_its_name(
     workdir = tmp_path / "run"
     shutil.copytree(half.workdir, workdir)
     (workdir / "checkpoints" / "99").mkdir()
-    assert train(recipe_of(text), workdir) == FAILED
+    assert train(recipe_of(text), workdir) == Exit.FAILED
     assert f"{workdir}/checkpoints/99 cannot be read" in capsys.readouterr().err
 
 
@@ -525,7 +526,7 @@ def test_a_step_costs_one_dispatch_and_no_wait(text: Path, tmp_path: Path, monke
     monkeypatch.setattr(Program, "train_step", property(train_step))
     try:
         changes = ("train.num_steps=4", "evaluate.every=0", "checkpoint.every=0", "schedule.warmup_steps=1")
-        assert run(recipe_of(text, *changes), tmp_path / "run").code == DONE
+        assert run(recipe_of(text, *changes), tmp_path / "run").code == Exit.DONE
     finally:
         guard("allow")
         monitoring.clear_event_listeners()
