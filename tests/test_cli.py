@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from sharded_train import launch
-from sharded_train.__main__ import VERBS, main
+from sharded_train.__main__ import main
 from sharded_train.config import to_dict
 from sharded_train.config_file import CONFIGS
 from sharded_train.errors import ConfigError
 from sharded_train.faults.config import DistributedConfig
 from sharded_train.recipe import Recipe
+from sharded_train.verbs import VERBS
 
 QUICKSTART = f"--config={CONFIGS / 'quickstart.py'}"
 

@@ -18,7 +18,7 @@ ROOMS = {
     "devices peak recipe recipe_checks recipe_warnings recipe_pipeline assemble report stopping memory "
     "train evaluate generate show show_pipeline show_tables data_verb data_rows schedule_verb "
     "schedule_page schedule_picture schedule_remarks rehearse rehearse_verb attention_check faults launch_verb",
-    "entry": "launch options __main__",
+    "entry": "launch options verbs __main__",
 }
 LEVEL = {name: level for level, names in enumerate(ROOMS.values()) for name in names.split()}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem != "__init__")
