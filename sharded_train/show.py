@@ -53,7 +53,7 @@ def describe(recipe: Recipe, devices: Sequence[Any]) -> dict[str, Any]:
     held = sum(bytes_held(leaf) for leaf in jax.tree.leaves(program.abstract_state))
     flops = flops_of_step(program.specs, recipe.train.global_batch_size, recipe.train.sequence_length)
     return {
-        "mesh": _mesh(array, names),
+        "mesh": mesh_facts(array, names),
         "zero_stage": recipe.zero.stage,
         "compute_dtype": recipe.precision.compute_dtype.name,
         "num_microbatches": recipe.train.num_microbatches,
@@ -87,7 +87,8 @@ def bytes_held(leaf: Any) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
-def _mesh(array: Any, names: Sequence[str]) -> dict[str, Any]:
+def mesh_facts(array: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Sizes of the axes of a mesh of devices, and what each rides on."""
     inside = "NVLink" if array.flat[0].platform == "gpu" else "shared memory"
     return {
         "sizes": dict(zip(names, array.shape, strict=True)),

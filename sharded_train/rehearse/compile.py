@@ -64,29 +64,52 @@ def compile_for(recipe: Recipe, cluster: Cluster, progress: Callable[[str], Any]
         CompilerFailure: with the file in which message and program are kept.
     """
     check_layout(recipe, cluster)
-    check_plugin()
-    gpu_flags.check("gpu")
-    seconds = {}
-
-    @contextlib.contextmanager
-    def phase(name: str, words: str) -> Iterator[None]:
-        progress(words)
-        start = time.perf_counter()
-        yield
-        seconds[name] = time.perf_counter() - start
-
-    with phase("devices", f"making {cluster.words}"):
+    check_compiler()
+    phases = Phases(progress)
+    with phases("devices", f"making {cluster.words}"):
         program = program_on(recipe, _mesh(recipe, cluster))
-    with phase("trace", "tracing the train step"), compat.cudnn_assumed():
+    with phases("trace", "tracing the train step"), compat.cudnn_assumed():
         lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     options = program.compiler_options or {}
+    text, stats, temporaries = compile_lowered(lowered, cluster, options, phases)
+    return Compiled(recipe, cluster, program, text, stats, temporaries, options, phases.seconds)
+
+
+def compile_lowered(
+    lowered: jax.stages.Lowered, cluster: Cluster, options: dict[str, str | bool], phases: Phases
+) -> tuple[str, Any, Temporaries | None]:
+    """The optimised HLO of a program lowered for a cluster, CompiledMemoryStats, and its temporaries, if XLA tells.
+
+    Raises CompilerFailure.
+    """
     with tempfile.TemporaryDirectory(prefix="rehearse-") as folder:
-        with phase("compile", f"compiling it for {cluster.words}"), quiet_compiler():
+        with phases("compile", f"compiling it for {cluster.words}"), quiet_compiler():
             compiled = _compile(lowered, cluster, {**options, **buffers.options(Path(folder))})
-        with phase("text", "reading the compiled program"):
+        with phases("text", "reading the compiled program"):
             text, temporaries = compiled.as_text(), buffers.read(Path(folder))
     assert text is not None
-    return Compiled(recipe, cluster, program, text, compiled.memory_analysis(), temporaries, options, seconds)
+    return text, compiled.memory_analysis(), temporaries
+
+
+class Phases:
+    """Tells `progress` of each phase before it begins, and keeps how long each took, in seconds."""
+
+    def __init__(self, progress: Callable[[str], Any]) -> None:
+        self._progress = progress
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str, words: str) -> Iterator[None]:
+        self._progress(words)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start
+
+
+def check_compiler() -> None:
+    """Raise ConfigError where the plugin is missing or of another version, or jaxlib refuses our options."""
+    check_plugin()
+    gpu_flags.check("gpu")
 
 
 def check_layout(recipe: Recipe, cluster: Cluster) -> None:

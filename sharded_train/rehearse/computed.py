@@ -49,9 +49,12 @@ class Counted:
     times: Fraction
 
 
-def describe(module: Module, model: Flops, compute_dtype: str, pace: Pace | None = None) -> dict[str, Any]:
+def describe(
+    module: Module, model: Flops | None, compute_dtype: str | None, pace: Pace | None = None
+) -> dict[str, Any]:
     """The section as JSON values. All FLOPs are one device's in one step; `compute_dtype` is HLO's name ("bf16").
 
+    Of a function that is no model of ours neither is known (None): then nothing is explained by the model's FLOPs.
     With the pace of a pipeline they are the mean device's, the branches of its conditionals counting as often as taken.
     """
     shares = {} if pace is None else pace.shares()
@@ -60,13 +63,12 @@ def describe(module: Module, model: Flops, compute_dtype: str, pace: Pace | None
     kinds: defaultdict[str, Fraction] = defaultdict(Fraction)
     for product, each in products:
         kinds[product.kind] += product.flops * each.times
-    needed = model.total // module.num_devices
     return {
         "by_kind": {kind: round(kinds[kind]) for kind in sorted(kinds, key=lambda kind: -kinds[kind])},
         "products": round(sum(kinds.values())),
         "other": round(sum(each.work.other_flops * each.times for each in counted)),
-        "model": needed,
-        "explained": _explained(products, model, module.num_devices),
+        "model": model and model.total // module.num_devices,
+        "explained": _explained(products, model, module.num_devices) if model else {},
         "by_part": _by_part(products),
         "fallbacks": _fallbacks(products, compute_dtype),
         "unknown": _unknown(counted),
@@ -191,14 +193,14 @@ def _by_part(products: Counts) -> list[dict[str, Any]]:
     return [_rounded({**row, "kinds": _rounded(row["kinds"])}) for row in parts.values()]
 
 
-def _fallbacks(products: Counts, compute_dtype: str) -> list[dict[str, Any]]:
+def _fallbacks(products: Counts, compute_dtype: str | None) -> list[dict[str, Any]]:
     """Products in a wider type than their factors came in, or than the recipe computes in; alike ones together.
 
     Not the optimizer's, whose type is a setting of its own.
     """
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for product, each in products:
-        asked = min(product.from_dtype, compute_dtype, key=bits_of)
+        asked = min(product.from_dtype, compute_dtype or product.from_dtype, key=bits_of)
         if product.optimizer or bits_of(product.dtype) <= bits_of(asked):
             continue
         shapes = " · ".join(map(str, product.factors))
@@ -236,12 +238,13 @@ def _tables(section: Mapping[str, Any]) -> Iterator[Any]:
     kinds.add_row("all products", flops_in_words(total), "", style="bold", end_section=True)
     kinds.add_row("everything else, one an element", flops_in_words(section["other"]), "")
     yield kinds
-    why = new_table("why so many", "amount", "of the model's", right=["amount", "of the model's"])
-    for what, flops in section["explained"].items():
-        if flops:
-            why.add_row(what, flops_in_words(flops), _share(flops, section["model"]))
-    yield why
-    yield section["convention"]
+    if section["explained"]:
+        why = new_table("why so many", "amount", "of the model's", right=["amount", "of the model's"])
+        for what, flops in section["explained"].items():
+            if flops:
+                why.add_row(what, flops_in_words(flops), _share(flops, section["model"]))
+        yield why
+        yield section["convention"]
     if section["fallbacks"]:
         wide = new_table("computed in", "asked for", "where", "factors", "runs", "amount", right=["runs", "amount"])
         for row in section["fallbacks"]:
@@ -256,18 +259,18 @@ def _tables(section: Mapping[str, Any]) -> Iterator[Any]:
 def remarks(section: Mapping[str, Any]) -> list[str]:
     """What to know about the numbers, in sentences."""
     found = [f"Not understood, so not counted: {what}, {n:,} times a step." for what, n in section["unknown"].items()]
-    if (rest := section["explained"][REST]) < 0:
+    if (rest := section["explained"].get(REST, 0)) < 0:
         found.append(
             f"The program computes {flops_in_words(-rest)} less than the model's FLOPs: attention in a window, which "
             "the convention counts as though it saw all, or something that is not counted here."
         )
-    if hidden := section["explained"][HIDDEN]:
+    if hidden := section["explained"].get(HIDDEN):
         found.append(
             "The mask of documents comes to attention's kernel as a bias, from which it cannot tell that the pairs "
             "above the diagonal are hidden, so it computes them too: "
             f"{_share(hidden, section['products'])} of the products."
         )
-    if tiles := section["explained"][TILES]:
+    if tiles := section["explained"].get(TILES):
         found.append(
             "Attention by XLA works in tiles, and those on the diagonal hold pairs that are hidden: "
             f"{_share(tiles, section['products'])} of the products."

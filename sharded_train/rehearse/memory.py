@@ -17,6 +17,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from sharded_train import memory, params
+from sharded_train.devices import Device
 from sharded_train.memory import ACTIVATIONS, GRADIENTS, MASTERS, MOMENTS, WEIGHTS
 from sharded_train.rehearse import scopes
 from sharded_train.rehearse.buffers import Temporaries, Value
@@ -34,6 +35,14 @@ LARGEST = 12  # arrays named
 CALLS = ("closed_call", "checkpoint", "pjit", "jit", "shard_map", "body", "cond", "while")  # by jax, no operations
 ROOM = 0.8  # of what there is: below it nothing need shrink
 WORKSPACE, GAPS, RESULTS = "workspaces of kernels", "gaps between arrays", "results beside the state"
+
+
+TOTALS = {  # what sums of parts are called; those of a function that is not ours come second
+    "state": "state, held between steps",
+    "step": "all at the fullest moment of a step",
+    "arguments": "arguments",
+    "call": "all at the fullest moment of a step",
+}
 
 
 def describe(compiled: Compiled, module: Module, collectives: Sequence[Collective]) -> dict[str, Any]:
@@ -54,7 +63,7 @@ def describe(compiled: Compiled, module: Module, collectives: Sequence[Collectiv
     shrink = memory.remedies(compiled.recipe, stand_ins(compiled.cluster), held) if total >= ROOM * limit else []
     return {
         "verdict": verdict,
-        "words": _words(verdict, total, compiled),
+        "words": in_words(verdict, total, device),
         "device_bytes": device.memory,
         "reserve_bytes": device.reserve,
         "limit_bytes": limit,
@@ -73,8 +82,8 @@ def verdict_of(total: int, limit: int) -> str:
     return "fits" if total < limit else "does not fit"
 
 
-def _words(verdict: str, total: int, compiled: Compiled) -> str:
-    device = compiled.cluster.device
+def in_words(verdict: str, total: int, device: Device) -> str:
+    """The verdict with its numbers."""
     limit = device.memory - device.reserve
     margin = f"; within {100 * TOO_CLOSE:.0f} % of the line no answer is given" if verdict == "too close to say" else ""
     held, usable, whole = map(bytes_in_words, (total, limit, device.memory))
@@ -230,12 +239,16 @@ def counted(row: Mapping[str, Any]) -> str:
 def tables(section: Mapping[str, Any]) -> list[Any]:
     """The section for a terminal."""
     held = new_table("on each device", "bytes", "", right=["bytes", ""])
-    for what, words in (("state", "state, held between steps"), ("step", "all at the fullest moment of a step")):
+    for what in dict.fromkeys(part["what"] for part in section["parts"]):
+        words = TOTALS[what]
         those = [part for part in section["parts"] if part["what"] == what]
         for part in those:
             held.add_row(part["name"], f"{part['bytes']:,}", bytes_in_words(part["bytes"]))
-        total = sum(part["bytes"] for part in those) if what == "state" else section["total_bytes"]
-        held.add_row(words, f"{total:,}", bytes_in_words(total), style="bold", end_section=True)
+        total = sum(part["bytes"] for part in those) if what in ("state", "arguments") else section["total_bytes"]
+        if len(those) == 1 and those[0]["name"] == words:
+            held.add_section()
+        else:
+            held.add_row(words, f"{total:,}", bytes_in_words(total), style="bold", end_section=True)
     device, reserve = section["device_bytes"], section["reserve_bytes"]
     held.add_row("the device's memory", f"{device:,}", bytes_in_words(device))
     held.add_row("reserve for NCCL, CUDA, fragmentation", f"{reserve:,}", bytes_in_words(reserve))
@@ -249,6 +262,6 @@ def tables(section: Mapping[str, Any]) -> list[Any]:
             bytes_in_words(row["bytes"]),
         )
     found = [f"{section['words']}.", "", held, "", largest]
-    if section["verdict"] != "fits":
+    if section["verdict"] != "fits" and section["remedies"]:
         found += ["", "What would shrink it:", *(f"  {remedy}" for remedy in section["remedies"])]
     return [*found, *(f"Note: {warning}." for warning in section["warnings"])]

@@ -34,11 +34,11 @@ def page(facts: Mapping[str, Any], title: str, command: str = "") -> str:
         [
             *_head(facts, title, command),
             *_pipeline(facts.get("pipeline")),
-            *_memory(facts["memory"]),
+            *memory_section(facts["memory"]),
             *page_wires.section(facts["wires"], facts["time"]),
-            *_computed(facts["computed"]),
+            *computed_section(facts["computed"]),
             *page_time.section(facts["time"]),
-            *_foot(facts),
+            *foot(facts),
         ]
     )
     return document(f"Rehearsal: {title}", body)
@@ -114,7 +114,8 @@ def _pipeline(section: Mapping[str, Any] | None) -> Iterator[str]:
     yield figure(image(section), "Simulated: time goes right, in units of one layer's forward. Hover over a block.")
 
 
-def _memory(section: Mapping[str, Any]) -> Iterator[str]:
+def memory_section(section: Mapping[str, Any]) -> Iterator[str]:
+    """One device's memory as a bar and tables."""
     yield heading("Does it fit?")
     yield paragraph(sentence(section["words"]))
     parts = _shown(section["parts"], section["total_bytes"])
@@ -165,20 +166,21 @@ COLOURS = {  # of the sum of FLOPs; the model's own is first
 }
 
 
-def _computed(section: Mapping[str, Any]) -> Iterator[str]:
+def computed_section(section: Mapping[str, Any]) -> Iterator[str]:
+    """FLOPs by kind and place, beside the model's where that is known."""
     yield heading("What is computed?")
-    yield paragraph(
-        f"One step is {flops_in_words(section['products'])} of matrix products and attention on each device; the model "
-        f"needs {flops_in_words(section['model'])} of them."
-    )
+    needs = f"; the model needs {flops_in_words(section['model'])} of them" if section["explained"] else ""
+    all_products = flops_in_words(section["products"])
+    yield paragraph(f"One step is {all_products} of matrix products and attention on each device{needs}.")
     parts = [
         Part(what, flops, flops_in_words(flops), COLOURS.get(what, "var(--products)"))
         for what, flops in section["explained"].items()
         if flops > 0
     ]
-    total = sum(part.amount for part in parts)
-    shares = page_time.with_shares(parts, total)
-    yield figure(bar(parts, total) + legend(shares), "What the model needs, and what the program computes beyond.")
+    if parts:
+        total = sum(part.amount for part in parts)
+        shares = page_time.with_shares(parts, total)
+        yield figure(bar(parts, total) + legend(shares), "What the model needs, and what the program computes beyond.")
     kinds = [(kind, flops_in_words(n), _percent(n, section["products"])) for kind, n in section["by_kind"].items()]
     yield table(("kind", "FLOPs a step", "share"), kinds, right=(1, 2))
     places = [
@@ -199,7 +201,8 @@ def _computed(section: Mapping[str, Any]) -> Iterator[str]:
         yield f'<div class="warning">{html.escape(remark)}</div>'
 
 
-def _foot(facts: Mapping[str, Any]) -> Iterator[str]:
+def foot(facts: Mapping[str, Any]) -> Iterator[str]:
+    """Versions, options, the device, and what words mean."""
     yield heading("How this was made")
     compile_facts = facts["compile"]
     rows = [(name, str(value)) for name, value in compile_facts["versions"].items()]

@@ -5,7 +5,13 @@ from __future__ import annotations
 import html
 from collections.abc import Collection, Sequence
 
+from sharded_train.rehearse.page_style import IN_NOTEBOOK
 from sharded_train.rehearse.timeline import link_words
+
+
+def fragment(body: str) -> str:
+    """`body` in our looks for a notebook's cell, which has looks of its own."""
+    return f'<div class="sharded-train"><style>{IN_NOTEBOOK}</style>{body}</div>'
 
 
 def heading(words: str) -> str:

@@ -9,26 +9,19 @@ PATTERNS = """<defs>
 <pattern id="waiting" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
 <rect width="2.5" height="6" fill="var(--wait)"/></pattern>
 </defs>"""
-STYLE = """
-:root {
-  color-scheme: light dark;
+LIGHT = """
   --paper: #ffffff; --card: #f6f7f9; --ink: #1c2430; --soft: #5b6675; --line: #d9dee5; --accent: #2f5fd0;
   --products: #3f6fd8; --attention: #8b5fd0; --other: #a3adba; --wait: #d8453f;
   --data: #e08a1e; --tensor: #2a9d78; --sequence: #1c9fb8; --pipeline: #d4609c; --several: #8c6d46; --free: #e8ebef;
   --good: #23845d; --bad: #c0362f; --close: #a86a00;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --paper: #12161c; --card: #1a2029; --ink: #e6eaf0; --soft: #9aa6b5; --line: #303947; --accent: #86aaff;
-    --products: #6b93f0; --attention: #aa86ea; --other: #677384; --wait: #f0655e;
-    --data: #f0a546; --tensor: #45bf97; --sequence: #4cc0d6; --pipeline: #e884b8; --several: #b3936a; --free: #262e39;
-    --good: #4cc493; --bad: #f0655e; --close: #e0a63a;
-  }
-}
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); line-height: 1.5;
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-main { max-width: 1120px; margin: 0 auto; padding: 32px 24px 80px; }
+"""
+DARK = """
+  --paper: #12161c; --card: #1a2029; --ink: #e6eaf0; --soft: #9aa6b5; --line: #303947; --accent: #86aaff;
+  --products: #6b93f0; --attention: #aa86ea; --other: #677384; --wait: #f0655e;
+  --data: #f0a546; --tensor: #45bf97; --sequence: #4cc0d6; --pipeline: #e884b8; --several: #b3936a; --free: #262e39;
+  --good: #4cc493; --bad: #f0655e; --close: #e0a63a;
+"""
+LOOKS = """
 h1 { font-size: 28px; line-height: 1.2; margin: 0 0 4px; letter-spacing: -0.01em; }
 h2 { font-size: 21px; margin: 52px 0 4px; padding-top: 20px; border-top: 1px solid var(--line); }
 h3 { font-size: 15px; margin: 28px 0 6px; }
@@ -76,6 +69,32 @@ svg .frame { stroke: var(--line); } svg .mark { stroke: var(--ink); stroke-width
 details { margin: 10px 0; } summary { cursor: pointer; color: var(--accent); }
 footer { margin-top: 60px; color: var(--soft); font-size: 13.5px; }
 @media print { main { max-width: none; } .scroll, figure .wide { overflow: visible; } svg { min-width: 0; } }
+"""
+STYLE = f"""
+:root {{ color-scheme: light dark; {LIGHT} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {DARK} }} }}
+* {{ box-sizing: border-box; }}
+body {{ margin: 0; background: var(--paper); color: var(--ink); line-height: 1.5;
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }}
+main {{ max-width: 1120px; margin: 0 auto; padding: 32px 24px 80px; }}
+{LOOKS}"""
+# In a notebook its theme decides, where it says what that is (JupyterLab, nbconvert), else the browser. The class is
+# named three times so that the notebook's own rules for tables do not win.
+IN_NOTEBOOK = f"""
+.sharded-train {{ {LIGHT} }}
+@media (prefers-color-scheme: dark) {{ .sharded-train {{ {DARK} }} }}
+[data-jp-theme-light="true"] .sharded-train {{ {LIGHT} }}
+[data-jp-theme-light="false"] .sharded-train {{ {DARK} }}
+.sharded-train.sharded-train.sharded-train {{ background: var(--paper); color: var(--ink); padding: 10px 14px;
+  border-radius: 8px; font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif;
+  & * {{ box-sizing: border-box; }}
+  {LOOKS}
+  h2 {{ margin-top: 22px; padding-top: 12px; font-size: 19px; }}
+  tr, tr:nth-child(odd), tr:nth-child(even) {{ background: none; color: var(--ink); }}
+  th, td {{ text-align: left; max-width: none; white-space: normal; }}
+  th.right, td.right {{ text-align: right; }}
+  svg {{ min-width: 0; }}
+}}
 """
 AXES = ("data", "tensor", "sequence", "pipeline")
 # Of arrays that live on the device, in the order of a bar.

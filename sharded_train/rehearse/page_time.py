@@ -21,25 +21,11 @@ def section(time: Mapping[str, Any]) -> Iterator[str]:
     """The section's HTML, from the section "time" of the facts."""
     step = time["step_seconds"]
     yield heading("How long, at best?")
-    yield paragraph(
-        f"At least {seconds_in_words(step)}, so an MFU of at most {100 * time['mfu']:.1f} % of {time['peak_words']}."
-    )
+    mfu = "" if time["mfu"] is None else f", so an MFU of at most {100 * time['mfu']:.1f} % of {time['peak_words']}"
+    yield paragraph(f"At least {seconds_in_words(step)}{mfu}.")
     for note in time["notes"]:
         yield f'<div class="warning">{html.escape(note)}</div>'
-    parts = list(_parts(time))
-    yield figure(bar(parts, step) + legend(with_shares(parts, step)), "What one step is made of.")
-    if time["idle"]:
-        yield paragraph(f"{IDLE}: {seconds_in_words(time['idle'])}, {100 * time['idle'] / step:.0f} % of the step.")
-    yield "<h3>The step from its first kernel to its last</h3>"
-    yield figure(timeline(time, 0.0, step, loops=True) + _legend(time), _overview(time))
-    for loop in _innermost(time)[:CLOSE_UPS]:
-        axes = " and ".join(_sent_in(time, loop)) or "nothing is sent"
-        yield f"<h3>Close up: one {html.escape(loop_words(time, loop))} ({html.escape(axes)})</h3>"
-        share = 100 * loop["step_seconds"] / step
-        caption = f"{seconds_in_words(loop['steady'])}, {loop['step_turns']:,} times a step: {share:.0f} % of it."
-        start = loop["steady_start"]
-        picture = timeline(time, start, start + loop["steady"], loops=False)
-        yield figure(picture, f"{caption} Hover over a block for its name.")
+    yield from pictures(time)
     yield "<h3>Kernels, the longest first</h3>"
     rows = [
         (
@@ -54,6 +40,25 @@ def section(time: Mapping[str, Any]) -> Iterator[str]:
     ]
     yield table(("of", "what", "bound by", "runs", "time a step", "share"), rows, right=(3, 4, 5))
     yield paragraph(time["bound"], css="soft")
+
+
+def pictures(time: Mapping[str, Any]) -> Iterator[str]:
+    """What one step is made of, its timeline, and one turn of each loop close up."""
+    step = time["step_seconds"]
+    parts = list(_parts(time))
+    yield figure(bar(parts, step) + legend(with_shares(parts, step)), "What one step is made of.")
+    if time["idle"]:
+        yield paragraph(f"{IDLE}: {seconds_in_words(time['idle'])}, {100 * time['idle'] / step:.0f} % of the step.")
+    yield "<h3>The step from its first kernel to its last</h3>"
+    yield figure(timeline(time, 0.0, step, loops=True) + legend_of(time), _overview(time))
+    for loop in _innermost(time)[:CLOSE_UPS]:
+        axes = " and ".join(_sent_in(time, loop)) or "nothing is sent"
+        yield f"<h3>Close up: one {html.escape(loop_words(time, loop))} ({html.escape(axes)})</h3>"
+        share = 100 * loop["step_seconds"] / step
+        caption = f"{seconds_in_words(loop['steady'])}, {loop['step_turns']:,} times a step: {share:.0f} % of it."
+        start = loop["steady_start"]
+        picture = timeline(time, start, start + loop["steady"], loops=False)
+        yield figure(picture, f"{caption} Hover over a block for its name.")
 
 
 def _overview(time: Mapping[str, Any]) -> str:
@@ -93,7 +98,8 @@ def with_shares(parts: Sequence[Part], whole: float) -> list[Part]:
     ]
 
 
-def _legend(time: Mapping[str, Any]) -> str:
+def legend_of(time: Mapping[str, Any]) -> str:
+    """What the colours of a timeline mean."""
     kinds = [Part(words, 0, "", f"var(--{kind})") for kind, words in KINDS.items()]
     axes = [
         Part(axes, 0, "", colour_of_axes(axes)) for axes in sorted({row["axes"] for row in time["exposed"]}) if axes

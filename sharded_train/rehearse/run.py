@@ -47,11 +47,11 @@ def facts_of(compiled: Compiled) -> dict[str, Any]:
     shown = describe(recipe, stand_ins(cluster))
     facts: dict[str, Any] = {
         "config": to_dict(recipe),
-        "cluster": _cluster(cluster),
+        "cluster": cluster_facts(cluster),
         "mesh": shown["mesh"],
         "pipeline": shown["pipeline"],
         "context": shown["context"],
-        "compile": {"seconds": compiled.seconds, "options": compiled.options, "versions": _versions()},
+        "compile": {"seconds": compiled.seconds, "options": compiled.options, "versions": versions()},
         "memory": memory.describe(compiled, module, collectives),
         "wires": wires.describe(module, program.mesh, pace),
         "computed": computed.describe(module, flops, dtype, pace),
@@ -69,13 +69,15 @@ def facts_of(compiled: Compiled) -> dict[str, Any]:
     return facts
 
 
-def _cluster(cluster: Cluster) -> dict[str, Any]:
+def cluster_facts(cluster: Cluster) -> dict[str, Any]:
+    """The cluster as JSON values."""
     sizes = {"num_hosts": cluster.num_hosts, "devices_per_host": cluster.devices_per_host}
     device = dataclasses.asdict(cluster.device)
     return {"kind": cluster.kind, "words": cluster.words, "num_devices": cluster.num_devices, **sizes, "device": device}
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """The versions of what compiled it."""
     found = {"sharded_train": __version__}
     for package in ("jax", "jaxlib", *PLUGINS):
         try:

@@ -41,12 +41,13 @@ def describe(
     module: Module,
     cluster: Cluster,
     collectives: Sequence[Collective],
-    model: Flops,
+    model: Flops | None,
     compute_dtype: str,
     pace: Pace | None = None,
 ) -> dict[str, Any]:
     """The section as JSON values; seconds and FLOPs are one device's. `compute_dtype` is HLO's name ("bf16").
 
+    Without a `model` there is no MFU.
     With the `pace` of a pipeline it is the stage that the step waits for that is followed in each tick, and "idle" is
     what the mean one is not at work; without a pipeline that is 0.
     """
@@ -55,14 +56,14 @@ def describe(
     num_devices = cluster.num_devices
     peak_format = format_of(compute_dtype)
     peak = cluster.device.peaks[peak_format.lower()]
-    needed = model.total / num_devices
+    needed = model and model.total / num_devices
     return {
         "step_seconds": result.seconds,
-        "mfu": needed / (result.seconds * peak),
+        "mfu": needed and needed / (result.seconds * peak),
         "model_flops": needed,
         "peak": peak,
         "peak_words": f"{peak / 1e12:,.0f} TFLOP/s, {cluster.device.name}, dense {peak_format} of the data sheet",
-        "tokens_per_second_per_device": model.num_tokens / num_devices / result.seconds,
+        "tokens_per_second_per_device": model and model.num_tokens / num_devices / result.seconds,
         "compute": {kind: result.totals.get(("kind", kind), 0.0) for kind in KINDS},
         "idle": result.totals.get(("idle",), 0.0),
         "links": {lane: result.totals.get(("busy", lane), 0.0) for lane in LANES},
@@ -160,11 +161,12 @@ def _tables(section: Mapping[str, Any]) -> Iterator[Any]:
             parts.add_row(name, seconds_in_words(row["exposed"]), share(row["exposed"]))
     parts.add_row("step, at least", seconds_in_words(step), "", style="bold")
     yield parts
-    tokens = section["tokens_per_second_per_device"]
-    yield (
-        f"MFU {100 * section['mfu']:.1f} % at most = {flops_in_words(section['model_flops'])} / "
-        f"{seconds_in_words(step)} / {section['peak_words']}; {tokens:,.0f} tokens/s on each device."
-    )
+    if section["mfu"] is not None:
+        tokens = section["tokens_per_second_per_device"]
+        yield (
+            f"MFU {100 * section['mfu']:.1f} % at most = {flops_in_words(section['model_flops'])} / "
+            f"{seconds_in_words(step)} / {section['peak_words']}; {tokens:,.0f} tokens/s on each device."
+        )
     yield from section["notes"]
     if section["idle"]:
         yield f"{IDLE}: {seconds_in_words(section['idle'])}, {share(section['idle'])} of the step."

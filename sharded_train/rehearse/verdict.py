@@ -39,7 +39,7 @@ def describe(facts: Mapping[str, Any]) -> dict[str, Any]:
     fits = facts["memory"]["verdict"] != "does not fit"
     worth = [each for each in tries if each.seconds >= WORTH * step][:MOST] if fits else []
     words = [_fits(facts["memory"]), _step(facts["time"])]
-    words += [_shares(facts["time"]), *_worst_link(facts["time"])] if fits else [UNLIKE]
+    words += of_time(facts["time"]) if fits else [UNLIKE]
     if remedies := _remedies(facts["memory"]):
         words.append(f"Try first what makes it fit: {remedies}.")
     elif not fits:
@@ -50,6 +50,11 @@ def describe(facts: Mapping[str, Any]) -> dict[str, Any]:
     else:
         words.append(f"Nothing that is counted here would save {_percent(WORTH, 1)} of the step.")
     return {"words": " ".join(words), "tries": [dataclasses.asdict(each) for each in worth]}
+
+
+def of_time(time: Mapping[str, Any]) -> list[str]:
+    """What a run is made of, what bounds it, and the worst link, in sentences."""
+    return [_shares(time), *_worst_link(time)]
 
 
 def tables(section: Mapping[str, Any]) -> list[Any]:

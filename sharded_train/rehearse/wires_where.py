@@ -71,7 +71,7 @@ def _turn(scope: str, depth: int) -> str:
     if len(whiles) < depth:
         return ""
     first = whiles[depth - 2] + 1 if depth > 1 else 0
-    before = [name for name in names[first : whiles[depth - 1]] if name in TURNS]
+    before = [name for name in names[first : whiles[depth - 1]] if name in TURNS and scopes.is_ours(scope)]
     return TURNS[before[-1]] if before else ""
 
 
@@ -129,8 +129,11 @@ def words_of(scope: str, source: str, parameters: Sequence[str] = (), gradients:
     """The part of the model and the pass: "attention + mlp, recomputed"; outside of the model what is done there.
 
     Weights that are gathered are told as such, by where they stand in the state: "weights: layers", and gradients that
-    are reduced to where those lie: "gradients: layers".
+    are reduced to where those lie: "gradients: layers". Of a function that is not ours its own scopes are told, and
+    which of its arguments is gathered: "block: w".
     """
+    if named := scopes.words_of(scope) if not scopes.is_ours(scope) else "":
+        return f"{named}: {', '.join(dict.fromkeys(parameters))}" if any(parameters) else named
     names = set(re.split(r"[^\w]+", scope))
     parts = [part for part in scopes.PARTS if part in names]
     inner = [part for part in parts if part != "layers"] or parts

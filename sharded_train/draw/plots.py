@@ -1,0 +1,65 @@
+"""Line and bar charts for notebooks, on matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sharded_train.errors import ConfigError
+
+COLOURS = ("#3f6fd8", "#e08a1e", "#2a9d78", "#d4609c", "#8b5fd0", "#1c9fb8", "#8c6d46")
+PAPER: Any = {
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+    "savefig.facecolor": "white",
+}  # whatever the theme
+
+
+def plot(
+    lines: Mapping[str, Sequence[float]],
+    x: Sequence[Any],
+    *,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    log: str = "",
+    kind: str = "line",
+) -> Any:
+    """A matplotlib figure of values by name over `x`; `kind` "line" or "bar", `log` names logarithmic axes ("x", "xy").
+
+    Labels have their units: `ylabel="memory, GiB"`. It brings white paper, so that it can be read on dark pages too.
+
+    Raises ConfigError: matplotlib is not installed, or a line has not as many values as `x`.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("draw.plot needs matplotlib: pip install 'sharded-train[notebooks]'") from error
+    for name, values in lines.items():
+        if len(values) != len(x):
+            raise ConfigError(f"draw.plot: {name!r} has {len(values)} values, x has {len(x)}")
+    with matplotlib.rc_context(PAPER):
+        figure = Figure(figsize=(8.4, 3.8), dpi=110, layout="constrained")
+        axes = figure.subplots()
+        for i, (name, values) in enumerate(lines.items()):
+            colour = COLOURS[i % len(COLOURS)]
+            if kind == "bar":
+                wide = 0.8 / len(lines)
+                at = [j + (i - (len(lines) - 1) / 2) * wide for j in range(len(x))]
+                axes.bar(at, values, width=wide, color=colour, label=name)
+            else:
+                axes.plot(x, values, color=colour, marker="o" if len(x) < 30 else "", markersize=4, label=name)
+        if kind == "bar":
+            axes.set_xticks(range(len(x)), [str(each) for each in x])
+        if "x" in log:
+            axes.set_xscale("log", base=2)
+        if "y" in log:
+            axes.set_yscale("log")
+        axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+        axes.grid(axis="y", color="#d9dee5", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        if len(lines) > 1:
+            figure.legend(loc="outside right upper", frameon=False)
+    return figure
