@@ -79,6 +79,8 @@ def add_own(parser: argparse.ArgumentParser, verb: str) -> None:
             type=_at_least(int, 1),
             help="processes that tokenize (default: one for each core)",
         )
+    if verb == "goodput":
+        add("--workdir", metavar="DIR", type=_path, help="of the run")
     if verb == "schedule":
         number = _at_least(int, 1)
         add("--stages", metavar="P", type=number, help="devices along the pipeline axis")

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from sharded_train import config, config_file, recipe_checks, recipe_pipeline, recipe_warnings
 from sharded_train.data.config import DataConfig
 from sharded_train.errors import ConfigError
-from sharded_train.faults.config import DistributedConfig
+from sharded_train.faults.config import DistributedConfig, WatchdogConfig
 from sharded_train.local import AttentionConfig
 from sharded_train.mesh import MeshConfig
 from sharded_train.models.decoder import DecoderConfig
@@ -66,6 +66,7 @@ class Recipe:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+    watchdog: WatchdogConfig = dataclasses.field(default_factory=WatchdogConfig)
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:

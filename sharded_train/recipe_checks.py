@@ -29,7 +29,7 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "at least 0": (
         lambda x: x >= 0,
         "optimizer.weight_decay schedule.warmup_steps train.seed train.z_loss evaluate.every "
-        "checkpoint.every log.every",
+        "checkpoint.every log.every watchdog.startup watchdog.compile watchdog.step watchdog.save watchdog.restore",
     ),
     "above 0": (
         lambda x: x > 0,

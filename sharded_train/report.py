@@ -169,6 +169,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
+def process_began() -> float:
+    """When this process began, where it is the command; else now. Seconds since 1970."""
+    return time.time() - ((_process_age() if from_command() else None) or 0.0)
+
+
 def _process_age() -> float | None:
     """Seconds since this process began, where /proc tells."""
     try:

@@ -19,6 +19,7 @@ from sharded_train.data.loader import Loader
 from sharded_train.data.prepare import TextData
 from sharded_train.evaluate import Validation, in_words, validate
 from sharded_train.exits import Exit
+from sharded_train.faults.guard import Guard
 from sharded_train.generate import Sampling, sample_text
 from sharded_train.metrics import Diverged, MetricsWriter, ProgressTable, RunLog
 from sharded_train.peak import peak_of
@@ -35,10 +36,16 @@ def train(recipe: Recipe, workdir: Path, *, accept_config_change: bool = False) 
     state was saved; others when the run cannot go on, for a reason told on stderr. What is wrong with recipe, data or
     workdir raises ConfigError before anything is compiled or written.
     """
+    with Guard(recipe.watchdog, report.process_began()) as guard:
+        guard.code = _train(recipe, workdir, accept_config_change, guard)
+        return guard.code
+
+
+def _train(recipe: Recipe, workdir: Path, accept_config_change: bool, guard: Guard) -> int:
     console = report.console_of_process()
     try:
         with contextlib.ExitStack() as stack:
-            begun = _begin(recipe, workdir, accept_config_change, console, stack)
+            begun = _begin(recipe, workdir, accept_config_change, console, guard, stack)
             if begun is None:
                 return Exit.DONE
             run, state = begun
@@ -63,6 +70,7 @@ class Run:
     data: TextData
     checkpointer: Checkpointer
     console: Console
+    guard: Guard
     facts: dict[str, Any]  # of show.describe
     startup: report.StartUp
     start_step: int
@@ -73,9 +81,11 @@ class Run:
 def _loop(run: Run, state: TrainState, log: RunLog) -> tuple[TrainState, int, Validation | None]:
     """The state, step and validation at the end. In the turn of `step` k the k-th update is made."""
     recipe, program = run.recipe, run.program
+    run.guard.enter("compile")
     train_step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
     memory.check(train_step, jax.local_devices()[0], recipe, run.facts)
     run.startup.mark("compile")
+    run.guard.enter("step")
     found = None
     with _batches(run) as batches, StopRequest() as stop, _Profile(run) as profile, _last_good(run.checkpointer):
         for step in range(run.start_step + 1, run.last_step + 1):
@@ -84,17 +94,18 @@ def _loop(run: Run, state: TrainState, log: RunLog) -> tuple[TrainState, int, Va
             if program.platform == "cpu":
                 jax.block_until_ready(metrics)  # of two steps at once virtual devices could wait for each other
             log.add(step, metrics, batches.seconds_waited)  # looks at those of step - 1, while this step runs
+            run.guard.step_done(step)
             run.checkpointer.check()
             stopping, last = stop.agreed(step), step == run.last_step
             if stopping or last or _due(step, recipe.checkpoint.every):
                 log.flush()  # a state is saved only after the loss before it, and its weights, have been looked at
                 if not program.is_finite(state.params):
                     raise Diverged(step, "weights not finite after it")
-                with log.pace.excluded():
+                with log.pace.excluded(), run.guard.phase("save"):
                     run.checkpointer.save(step, run.program.to_checkpoint(state), _record(run, step, log.tokens_seen))
             if last or (_due(step, recipe.evaluate.every) and not stopping):
                 log.flush()
-                with log.pace.excluded():
+                with log.pace.excluded(), run.guard.phase("evaluate"):
                     found = validate(program, state.evaluated, run.data, recipe)
                     log.validation(step, found.loss, found.bits_per_byte, in_words(step, found, run.data))
             if stopping:
@@ -104,7 +115,12 @@ def _loop(run: Run, state: TrainState, log: RunLog) -> tuple[TrainState, int, Va
 
 
 def _begin(
-    recipe: Recipe, workdir: Path, accept_config_change: bool, console: Console, stack: contextlib.ExitStack
+    recipe: Recipe,
+    workdir: Path,
+    accept_config_change: bool,
+    console: Console,
+    guard: Guard,
+    stack: contextlib.ExitStack,
 ) -> tuple[Run, TrainState] | None:
     """All that a step needs; None if there is none to do. Whatever can be refused is refused here, before anything
     is written.
@@ -129,7 +145,11 @@ def _begin(
         startup.mark("data")
         tokens_seen = 0
         if start_step:
-            state, record = assemble.restore(program, checkpointer, start_step, data, other_data=accept_config_change)
+            with guard.phase("restore"):
+                state, record = assemble.restore(
+                    program, checkpointer, start_step, data, other_data=accept_config_change
+                )
+                jax.block_until_ready(state)
             tokens_seen = record["tokens_seen"]
         else:
             state = program.init(recipe.train.seed)
@@ -137,9 +157,12 @@ def _begin(
         startup.mark("state")
     if jax.process_index() == 0:
         layout.claim(workdir, recipe, data.tokenizer.backend.to_str())
+    guard.claimed(workdir)
     layout.keep_compiled(workdir)
     facts = describe(recipe, jax.devices())
-    run = Run(recipe, workdir, program, data, checkpointer, console, facts, startup, start_step, last_step, tokens_seen)
+    run = Run(
+        recipe, workdir, program, data, checkpointer, console, guard, facts, startup, start_step, last_step, tokens_seen
+    )
     return run, state
 
 
@@ -177,7 +200,9 @@ def _log_of(run: Run, stack: contextlib.ExitStack) -> RunLog:
 
 def _end(run: Run, state: TrainState, step: int, found: Validation | None) -> int:
     """Waits for the checkpoint and says what there is now."""
-    run.checkpointer.wait()
+    with run.guard.phase("save"):
+        run.checkpointer.wait()
+    run.guard.enter("evaluate")
     if found is not None and step == run.last_step:
         sampling = Sampling(max_tokens=min(100, run.recipe.train.sequence_length - 1), temperature=0.8)
         (sample,) = sample_text(run.program, state.evaluated, run.data.tokenizer, "", sampling)

@@ -122,6 +122,12 @@ def _launch(args: argparse.Namespace, overrides: list[str]) -> int:
     )
 
 
+def _goodput(args: argparse.Namespace, overrides: list[str]) -> int:
+    from sharded_train.goodput_verb import goodput
+
+    return goodput(args.workdir, json=args.json)
+
+
 @dataclasses.dataclass(frozen=True)
 class Verb:
     """One verb of the command. `needs` are its required options; one of several where they are joined by "or".
@@ -189,6 +195,14 @@ VERBS = {
         "sharded-train launch --processes=2 -- train --config=configs/quickstart.py --workdir=runs/two --cpu-devices=4",
         ("--processes",),
         _launch,
+        has_config=False,
+        has_devices=False,
+    ),
+    "goodput": Verb(
+        "where a run's wall time went, over all its restarts",
+        "sharded-train goodput --workdir=runs/quickstart",
+        ("--workdir",),
+        _goodput,
         has_config=False,
         has_devices=False,
     ),

@@ -40,6 +40,7 @@ MAY_CHANGE = (
     "config.train.stop_at",
     "config.log.",
     "config.distributed.",
+    "config.watchdog.",
     "config.evaluate.",
     "config.checkpoint.",
     "config.data.read_threads",
@@ -104,9 +105,12 @@ def keep_compiled(workdir: Path) -> None:
     """Compiled programs are kept in the workdir from now on, for the next start to find.
 
     CPUs of another kind have a folder of their own: what is compiled for one may not run on the other. Nothing is
-    changed where a place for them is set already (JAX_COMPILATION_CACHE_DIR).
+    changed where a place for them is set already (JAX_COMPILATION_CACHE_DIR), nor with several processes on CPUs: a
+    program that comes from there no longer runs its collectives in order, and Gloo aborts over the mix-up.
     """
     if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
+        return
+    if jax.default_backend() == "cpu" and jax.process_count() > 1:
         return
     kind = f"{jax.default_backend()}-{platform.machine()}"
     cpu_info = Path("/proc/cpuinfo")

@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], d
     made: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
     for verb in VERBS:
         module = types.ModuleType(
-            f"sharded_train.{verb}{'_verb' * (verb in ('data', 'launch', 'rehearse', 'schedule'))}"
+            f"sharded_train.{verb}{'_verb' * (verb in ('data', 'goodput', 'launch', 'rehearse', 'schedule'))}"
         )
 
         def function(*args: Any, _verb: str = verb, **options: Any) -> int:
