@@ -37,6 +37,14 @@ def zeros_like(fn: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shapes), zeros)
 
 
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan's equation are constants, and how many, after these, its carry."""
+    if "num_consts" in params:  # 0.10
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
 @contextlib.contextmanager
 def cudnn_assumed(version: int = 90800) -> Iterator[None]:
     """Lets cuDNN's attention be traced where there is no cuDNN, for a program that is only compiled.

@@ -21,11 +21,6 @@ from sharded_train.faults.config import DistributedConfig
 NOISE = (b"cudart_stub.cc", b"All log messages before absl::InitializeLog()")
 
 
-# XLA's CPU back end may run independent collectives in another order on each virtual device, which then wait for each
-# other for ever; with the plain scheduler all have the program's order. It says nothing about GPUs.
-IN_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that say where a command runs."""
     add = parser.add_argument_group("where it runs").add_argument
@@ -67,8 +62,10 @@ def start(args: argparse.Namespace, waits: DistributedConfig, environ: Mapping[s
 
     # What a rehearsal leaves to NCCL and CUDA is left to them in training too; JAX itself would leave a quarter.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{1 - RESERVE_FRACTION:.2f}")
-    if IN_ORDER not in (flags := os.environ.get("XLA_FLAGS", "")):
-        os.environ["XLA_FLAGS"] = f"{flags} {IN_ORDER}".strip()
+    if args.cpu_devices is not None:
+        # A collective holds a thread of XLA's CPU back end until all its devices are there: one for each is needed,
+        # and some to work, however few the cores.
+        os.environ.setdefault("PJRT_NPROC", str(args.cpu_devices + (os.cpu_count() or 1)))
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
     if args.cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from sharded_train import gpu_flags, params
 from sharded_train.gradients import loss_and_grads
+from sharded_train.in_order import in_order
 from sharded_train.local import AttentionConfig, Batch, Local, Loss, TrainConfig
 from sharded_train.models import decoder
 from sharded_train.ops import attention as ops
@@ -279,6 +280,8 @@ class Program:
     # ---- plumbing -------------------------------------------------------------------------------------------------
 
     def _on_mesh(self, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        if self.platform == "cpu" and self.mesh.size > 1:
+            local = in_order(local)
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
 
 

