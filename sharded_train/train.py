@@ -19,7 +19,10 @@ from sharded_train.data.loader import Loader
 from sharded_train.data.prepare import TextData
 from sharded_train.evaluate import Validation, in_words, validate
 from sharded_train.exits import Exit
+from sharded_train.faults import agreement
+from sharded_train.faults.group import everyone
 from sharded_train.faults.guard import Guard
+from sharded_train.faults.lock import InUse, WorkdirLock
 from sharded_train.generate import Sampling, sample_text
 from sharded_train.metrics import Diverged, MetricsWriter, ProgressTable, RunLog
 from sharded_train.peak import peak_of
@@ -50,6 +53,9 @@ def _train(recipe: Recipe, workdir: Path, accept_config_change: bool, guard: Gua
                 return Exit.DONE
             run, state = begun
             return _end(run, *_loop(run, state, _log_of(run, stack)))
+    except InUse as error:
+        print(f"error: {error}", file=sys.stderr)
+        return Exit.IN_USE
     except (CheckpointError, Diverged, memory.OutOfMemory) as error:
         problem = str(error)
     except jax.errors.JaxRuntimeError as error:
@@ -82,7 +88,9 @@ def _loop(run: Run, state: TrainState, log: RunLog) -> tuple[TrainState, int, Va
     """The state, step and validation at the end. In the turn of `step` k the k-th update is made."""
     recipe, program = run.recipe, run.program
     run.guard.enter("compile")
-    train_step = program.train_step.lower(program.abstract_state, program.abstract_batch).compile()
+    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    agreement.same_program(everyone(), lambda: lowered.as_text())
+    train_step = lowered.compile()
     memory.check(train_step, jax.local_devices()[0], recipe, run.facts)
     run.startup.mark("compile")
     run.guard.enter("step")
@@ -129,7 +137,13 @@ def _begin(
     program = assemble.program_of(recipe)
     if program.implementation == "cudnn":
         attention_check.check(recipe.model.dim_per_head, recipe.precision.compute_dtype)
-    layout.check(workdir, recipe, accept_config_change=accept_config_change)
+    group = everyone()
+    lock = stack.enter_context(WorkdirLock(workdir))
+    with group.shared_errors():
+        layout.check(workdir, recipe, accept_config_change=accept_config_change)
+        if group.index == 0:
+            lock.take_if_there()
+    agreement.check(group, config.to_dict(recipe), report.versions())
     checkpointer = Checkpointer(workdir / layout.CHECKPOINTS, recipe.checkpoint.keep)
     stack.enter_context(contextlib.closing(checkpointer))
     start_step, last_step = checkpointer.latest_step() or 0, assemble.last_step_of(recipe)
@@ -141,6 +155,7 @@ def _begin(
         report.how_to_go_on(console, recipe, workdir, start_step)
         return None
     with layout.unwritten_if_refused(workdir):
+        agreement.probe(group, workdir)
         data = assemble.text_of(recipe, workdir, lambda text: console.print(text, style="dim", markup=False))
         startup.mark("data")
         tokens_seen = 0
@@ -156,8 +171,10 @@ def _begin(
         jax.block_until_ready(state)  # what follows measures this machine's peak
         startup.mark("state")
     if jax.process_index() == 0:
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock.take()
         layout.claim(workdir, recipe, data.tokenizer.backend.to_str())
-    guard.claimed(workdir)
+    guard.claimed(workdir, lock)
     layout.keep_compiled(workdir)
     facts = describe(recipe, jax.devices())
     run = Run(

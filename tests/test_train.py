@@ -29,6 +29,8 @@ from sharded_train.checkpoint import Checkpointer
 from sharded_train.errors import ConfigError
 from sharded_train.evaluate import evaluate
 from sharded_train.exits import Exit
+from sharded_train.faults.goodput import account, read
+from sharded_train.faults.lock import WorkdirLock
 from sharded_train.metrics import RunLog
 from sharded_train.recipe import Recipe
 from sharded_train.report import command_to_resume
@@ -531,3 +533,21 @@ def test_a_step_costs_one_dispatch_and_no_wait(text: Path, tmp_path: Path, monke
         guard("allow")
         monitoring.clear_event_listeners()
     assert watched[0].between == [(True, [])] * 3
+
+
+def test_a_workdir_in_use_is_refused_and_stays_as_it_is(
+    text: Path, half: Ended, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir = copy_of(half, tmp_path)
+    with WorkdirLock(workdir) as lock:
+        lock.take_if_there()
+        before = contents(workdir)
+        assert train(recipe_of(text), workdir) == Exit.IN_USE
+        assert contents(workdir) == before
+    assert f"error: {workdir} is in use by another run" in capsys.readouterr().err
+
+
+def test_where_the_time_went_is_written(half: Ended) -> None:
+    found = account(read(half.workdir / "goodput.jsonl"))
+    assert (found.lives, found.faults, found.last_step, found.running) == (1, 0, 5, False)
+    assert all(found.seconds[kind] > 0 for kind in ("productive", "startup", "compile", "save"))

@@ -13,6 +13,7 @@ from sharded_train.errors import ConfigError
 from sharded_train.exits import Exit
 from sharded_train.faults.config import WatchdogConfig
 from sharded_train.faults.goodput import STEP, GoodputLog
+from sharded_train.faults.lock import WorkdirLock
 from sharded_train.faults.progress import Progress
 from sharded_train.faults.watchdog import Watchdog
 
@@ -27,6 +28,7 @@ class Guard:
         self._progress = Progress()
         self._goodput = GoodputLog(began)
         self._phase = "startup"
+        self._lock: WorkdirLock | None = None
         self.code: int | None = None  # how the run has ended, once that is known
 
     def __enter__(self) -> Guard:
@@ -41,8 +43,9 @@ class Guard:
             self.code = Exit.CONFIG if kind is not None and issubclass(kind, ConfigError) else Exit.RETRYABLE
         self._goodput.close(self.code)
 
-    def claimed(self, workdir: Path) -> None:
-        """The workdir is this run's: from now on process 0 writes there where the time goes."""
+    def claimed(self, workdir: Path, lock: WorkdirLock) -> None:
+        """The workdir is this run's, by `lock`: from now on process 0 writes there where the time goes."""
+        self._lock = lock
         if jax.process_index() == 0:
             self._goodput.open(workdir)
 
@@ -60,8 +63,10 @@ class Guard:
         self.enter(before)
 
     def step_done(self, step: int) -> None:
-        """In phase "step": `step` is done, or on its way on the devices."""
+        """In phase "step": `step` is done, or on its way on the devices. Raises InUse, see `WorkdirLock.check`."""
         assert self._phase == STEP, self._phase
         self._watchdog.enter(STEP, f"step {step + 1}")
         self._goodput.step(step)
         self._progress.step(step)
+        if self._lock is not None:
+            self._lock.check()
