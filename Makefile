@@ -15,7 +15,7 @@ SHELL := bash
 .SUFFIXES:
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-all lint format setup setup-dev setup-rehearse constraints clean same-environment
+.PHONY: help train test test-all lint format docs setup setup-dev setup-rehearse constraints clean same-environment
 
 # An NVIDIA GPU that can be used from here: driver and device node are present, or (as on WSL) its tool answers.
 FIND_GPU = { [ -d /proc/driver/nvidia ] && ls /dev/nvidia[0-9]*; } >/dev/null 2>&1 \
@@ -68,6 +68,10 @@ format: setup-dev  ## format the code and apply the linter's safe fixes
 	$(VENV)/bin/ruff check --fix-only
 	$(VENV)/bin/ruff format
 
+docs: $(VENV)/.installed-docs  ## build the documentation into build/docs; broken links are errors
+	$(VENV)/bin/python -m mkdocs build --strict --quiet $(ARGS)
+	@echo 'build/docs/index.html'
+
 setup: $(VENV)/.installed-$(ACCELERATOR)  ## install what training needs
 
 setup-dev: $(VENV)/.installed-dev  ## install what tests and checks need
@@ -110,7 +114,7 @@ $(VENV)/.made:
 
 # .installed-cpu is the package alone, .installed-EXTRA the package with that extra. Tests compile for GPUs as well, with
 # the plugin that there is: two of them in one environment would be in each other's way.
-extras = $(if $(filter dev,$1),dev$(if $(wildcard $(VENV)/.installed-cuda13),,$(comma)rehearse),$1)
+extras = $(if $(filter dev,$1),dev$(comma)docs$(if $(wildcard $(VENV)/.installed-cuda13),,$(comma)rehearse),$1)
 comma := ,
 $(VENV)/.installed-%: $(VENV)/.made pyproject.toml constraints.txt | same-environment
 	@echo 'Installing sharded-train for $* and the packages it needs, as pinned in constraints.txt, with $(INSTALLER):'
