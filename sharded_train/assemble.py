@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from sharded_train import gpu_flags
 from sharded_train import recipe as recipes
 from sharded_train import workdir as layout
 from sharded_train.checkpoint import Checkpointer, CheckpointError
+from sharded_train.checkpoint.resuming import Choice
 from sharded_train.data.loader import num_train_steps
 from sharded_train.data.prepare import TextData, prepare
 from sharded_train.errors import ConfigError
@@ -56,28 +58,68 @@ def text_of(recipe: Recipe, workdir: Path, progress: Callable[[str], None]) -> T
     return data
 
 
+def checkpointer_of(recipe: Recipe, workdir: Path) -> Checkpointer:
+    """The checkpoints of a run in its workdir, and in the fallback directory if there is one."""
+    settings = recipe.checkpoint
+    return Checkpointer(
+        workdir / layout.CHECKPOINTS,
+        settings.keep,
+        keep_every=settings.keep_every,
+        fallback=None if settings.fallback_dir is None else Path(settings.fallback_dir),
+        timeout=60 * settings.timeout_minutes,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """A state to go on from, as the program wants it, and what was saved with it."""
+
+    step: int
+    state: TrainState
+    record: dict[str, Any]
+
+
+def resume(
+    program: Program, checkpointer: Checkpointer, choice: Choice, data: TextData, *, other_data: bool = False
+) -> Resumed:
+    """The state of the first of the chosen checkpoints that is what was saved.
+
+    Raises ConfigError if a checkpoint is another model's, or was trained on other data than `data` (unless `other_data`
+    allows it); DamagedData if none is left.
+    """
+    accept = lambda path, record: _check_data(path, record, data, other_data)
+    step, state, record = checkpointer.resume(choice, program.abstract_checkpoint, accept)
+    _check_step(checkpointer, step, state)
+    return Resumed(step, program.from_checkpoint(state), record)
+
+
 def restore(
     program: Program, checkpointer: Checkpointer, step: int, data: TextData, *, other_data: bool = False
 ) -> tuple[TrainState, dict[str, Any]]:
-    """The state after `step` steps and the record saved with it.
+    """The state after `step` steps and the record saved with it. As `resume`, of this step alone; nothing is moved."""
+    _check_data(checkpointer.path(step), checkpointer.record(step), data, other_data)
+    state, record = checkpointer.restore(step, program.abstract_checkpoint)
+    _check_step(checkpointer, step, state)
+    return program.from_checkpoint(state), record
 
-    Raises ConfigError if the checkpoint is another model's, or was trained on other data than `data` (unless
-    `other_data` allows it); CheckpointError if it is damaged.
-    """
-    there = checkpointer.record(step)["data"]
-    here = data_record(data)
-    if there["fingerprint"] != here["fingerprint"] and not other_data:
+
+def _check_step(checkpointer: Checkpointer, step: int, state: TrainState) -> None:
+    if int(state.step) != step:
+        raise CheckpointError(f"{checkpointer.path(step)} holds the state of step {int(state.step)}, not of {step}")
+
+
+def _check_data(path: Path, record: dict[str, Any], data: TextData, other_data: bool) -> None:
+    there, here = record.get("data"), data_record(data)
+    if not isinstance(there, dict) or type(record.get("tokens_seen")) is not int:
+        raise ConfigError(f"{path} is not the checkpoint of a training run: it does not say what data it has seen")
+    if there.get("fingerprint") != here["fingerprint"] and not other_data:
         raise ConfigError(
             [
-                f"{checkpointer.path(step)} was trained on other data than this run would go on with (there -> here):",
+                f"{path} was trained on other data than this run would go on with (there -> here):",
                 *(f"  {key}: {there.get(key)} -> {here.get(key)}" for key in here if there.get(key) != here.get(key)),
                 "Bring the data back, choose another --workdir, or go on with --accept-config-change.",
             ]
         )
-    state, record = checkpointer.restore(step, program.abstract_checkpoint)
-    if int(state.step) != step:
-        raise CheckpointError(f"{checkpointer.path(step)} holds the state of step {int(state.step)}, not of {step}")
-    return program.from_checkpoint(state), record
 
 
 def data_record(data: TextData) -> dict[str, Any]:

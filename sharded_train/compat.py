@@ -84,3 +84,13 @@ def compile_only_devices(target: str, hosts: int, devices_per_host: int) -> list
 
     topology = f"1x{hosts}x{devices_per_host}"  # partitions x hosts x devices
     return topologies.get_topology_desc(platform="cuda", target_config=target, topology=topology).devices
+
+
+def coordination() -> Any:
+    """The client of JAX's coordination service, which holds keys and values for all processes; None in one alone.
+
+    Private: the public ways to agree go over the devices, and a save's own thread must not.
+    """
+    from jax._src import distributed
+
+    return distributed.global_state.client

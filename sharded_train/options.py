@@ -41,6 +41,27 @@ def add_own(parser: argparse.ArgumentParser, verb: str) -> None:
     add = parser.add_argument
     if verb == "train":
         add("--accept-config-change", action="store_true", help="go on in a workdir that another config started")
+        add(
+            "--resume",
+            metavar="HOW",
+            type=_resume,
+            default="auto",
+            help="auto: from the newest verified checkpoint, if there is one (default); must: there has to be one; "
+            "never: begin at step 0, set aside what there is; STEP: from that one, set aside those after it",
+        )
+        add("--init-from", metavar="DIR", type=_path, help="weights of step 0: a checkpoint, or a workdir's newest one")
+        add(
+            "--init-only",
+            metavar="NAMES",
+            type=_names,
+            help="of these weights only, such as layers/*",
+        )
+        add(
+            "--init-except",
+            metavar="NAMES",
+            type=_names,
+            help="of all weights but these, such as head*,embed*",
+        )
     if verb == "launch":
         number = _at_least(int, 1)
         add("--processes", metavar="N", type=number, help="how many processes, on this host")
@@ -152,6 +173,18 @@ def _variants(text: str) -> dict[str, list[str]]:
     if len(found) < 2:
         raise argparse.ArgumentTypeError(f"wanted two or more different ones with | between them, got {text!r}")
     return found
+
+
+def _resume(text: str) -> str:
+    if text not in ("auto", "never", "must") and not (text.isascii() and text.isdecimal() and len(text) < 18):
+        raise argparse.ArgumentTypeError(f"wanted auto, never, must or a step, got {text!r}")
+    return text if not text.isdecimal() else str(int(text))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    if not all(names := tuple(text.split(","))):
+        raise argparse.ArgumentTypeError(f"wanted names with commas between them, got {text!r}")
+    return names
 
 
 def _path(text: str) -> Path:

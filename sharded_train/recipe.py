@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from sharded_train import config, config_file, recipe_checks, recipe_pipeline, recipe_warnings
+from sharded_train.checkpoint.config import CheckpointConfig
 from sharded_train.data.config import DataConfig
 from sharded_train.errors import ConfigError
 from sharded_train.faults.config import DistributedConfig, WatchdogConfig
@@ -29,14 +30,6 @@ class EvaluateConfig:
 
     every: int = 0
     num_batches: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
-    """A checkpoint every so many steps (0: only at the end) and how many of the last to keep."""
-
-    every: int = 0
-    keep: int = 3
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shlex
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -135,6 +137,22 @@ def versions() -> dict[str, str]:
     return ours | {package: version(package) for package in packages}
 
 
+@functools.cache
+def commit() -> str | None:
+    """The commit of this code, with a + when files of the package differ from it; None where it is no git checkout."""
+    package = Path(__file__).parent
+    try:
+        head, changes = (
+            subprocess.run(
+                ["git", "-C", str(package), *what], capture_output=True, text=True, timeout=10, check=True
+            ).stdout.strip()
+            for what in (("rev-parse", "HEAD"), ("status", "--porcelain", "--", "."))
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head + "+" * bool(changes)
+
+
 def from_command() -> bool:
     """Whether this process is the command, training; else what it was typed as is not known."""
     return Path(sys.argv[0]).name in ("sharded-train", "__main__.py") and sys.argv[1:2] == ["train"]
@@ -146,7 +164,12 @@ def command_to_resume(workdir: Path, *changes: str) -> str:
         start = ["sharded-train", "train", "--config=FILE.py", f"--workdir={workdir}"]
         return shlex.join([*start, *changes])
     start = [_as_typed(sys.argv[0])] if Path(sys.argv[0]).name == "sharded-train" else ["python", "-m", "sharded_train"]
-    dropped = {"--config.train.stop_at", "--accept-config-change", *(change.partition("=")[0] for change in changes)}
+    dropped = {
+        "--config.train.stop_at",
+        "--accept-config-change",
+        "--resume",
+        *(change.partition("=")[0] for change in changes),
+    }
     arguments, given = [], iter(sys.argv[1:])
     for argument in given:
         name, equals, _ = argument.partition("=")

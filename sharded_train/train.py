@@ -12,9 +12,9 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from sharded_train import assemble, attention_check, config, memory, report
+from sharded_train import assemble, attention_check, config, initial_weights, memory, report
 from sharded_train import workdir as layout
-from sharded_train.checkpoint import Checkpointer, CheckpointError
+from sharded_train.checkpoint import Checkpointer, CheckpointError, DamagedData, NotSaved, SavePolicy
 from sharded_train.data.loader import Loader
 from sharded_train.data.prepare import TextData
 from sharded_train.evaluate import Validation, in_words, validate
@@ -26,29 +26,40 @@ from sharded_train.faults.lock import InUse, WorkdirLock
 from sharded_train.generate import Sampling, sample_text
 from sharded_train.metrics import Diverged, MetricsWriter, ProgressTable, RunLog
 from sharded_train.peak import peak_of
+from sharded_train.profiling import Profile
 from sharded_train.recipe import Recipe
 from sharded_train.show import describe
 from sharded_train.step import Batch, Program, TrainState
 from sharded_train.stopping import StopRequest
 
 
-def train(recipe: Recipe, workdir: Path, *, accept_config_change: bool = False) -> int:
+def train(
+    recipe: Recipe,
+    workdir: Path,
+    *,
+    accept_config_change: bool = False,
+    resume: str = "auto",
+    initial: initial_weights.InitialWeights | None = None,
+) -> int:
     """Trains to `train.num_steps` (or `train.stop_at`), from the last checkpoint in `workdir` if there is one.
+
+    `resume` is "auto", "never", "must" or a step, see `checkpoint.resuming`; `initial` says where the weights of step 0
+    come from, if not from the seed.
 
     Returns the exit code (`exits.Exit`): DONE when that step is reached and saved, PREEMPTED when a signal came and the
     state was saved; others when the run cannot go on, for a reason told on stderr. What is wrong with recipe, data or
     workdir raises ConfigError before anything is compiled or written.
     """
     with Guard(recipe.watchdog, report.process_began()) as guard:
-        guard.code = _train(recipe, workdir, accept_config_change, guard)
+        guard.code = _train(recipe, workdir, Start(accept_config_change, resume, initial), guard)
         return guard.code
 
 
-def _train(recipe: Recipe, workdir: Path, accept_config_change: bool, guard: Guard) -> int:
+def _train(recipe: Recipe, workdir: Path, start: Start, guard: Guard) -> int:
     console = report.console_of_process()
     try:
         with contextlib.ExitStack() as stack:
-            begun = _begin(recipe, workdir, accept_config_change, console, guard, stack)
+            begun = _begin(recipe, workdir, start, console, guard, stack)
             if begun is None:
                 return Exit.DONE
             run, state = begun
@@ -58,12 +69,26 @@ def _train(recipe: Recipe, workdir: Path, accept_config_change: bool, guard: Gua
         return Exit.IN_USE
     except (CheckpointError, Diverged, memory.OutOfMemory) as error:
         problem = str(error)
+        code = _CODES.get(type(error), Exit.FAILED)
     except jax.errors.JaxRuntimeError as error:
         if not memory.is_out_of_memory(error):
             raise
         problem = memory.explain(str(error).splitlines()[0], recipe, describe(recipe, jax.devices()))
+        code = Exit.FAILED
     print(f"error: {problem}", file=sys.stderr)
-    return Exit.FAILED
+    return code
+
+
+_CODES: dict[type[Exception], Exit] = {DamagedData: Exit.DAMAGED, NotSaved: Exit.SAVE_FAILED}
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """How a start of the command wants to begin."""
+
+    accept_config_change: bool
+    resume: str
+    initial: initial_weights.InitialWeights | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +100,7 @@ class Run:
     program: Program
     data: TextData
     checkpointer: Checkpointer
+    saves: SavePolicy
     console: Console
     guard: Guard
     facts: dict[str, Any]  # of show.describe
@@ -95,7 +121,7 @@ def _loop(run: Run, state: TrainState, log: RunLog) -> tuple[TrainState, int, Va
     run.startup.mark("compile")
     run.guard.enter("step")
     found = None
-    with _batches(run) as batches, StopRequest() as stop, _Profile(run) as profile, _last_good(run.checkpointer):
+    with _batches(run) as batches, StopRequest() as stop, _profile(run) as profile, _last_good(run.checkpointer):
         for step in range(run.start_step + 1, run.last_step + 1):
             profile.before(step - 1, state)
             state, metrics = train_step(state, Batch(**next(batches)))
@@ -103,14 +129,13 @@ def _loop(run: Run, state: TrainState, log: RunLog) -> tuple[TrainState, int, Va
                 jax.block_until_ready(metrics)  # of two steps at once virtual devices could wait for each other
             log.add(step, metrics, batches.seconds_waited)  # looks at those of step - 1, while this step runs
             run.guard.step_done(step)
-            run.checkpointer.check()
-            stopping, last = stop.agreed(step), step == run.last_step
-            if stopping or last or _due(step, recipe.checkpoint.every):
+            due, stopping, last = run.saves.due(step), stop.agreed(step), step == run.last_step
+            if stopping or last or due:
                 log.flush()  # a state is saved only after the loss before it, and its weights, have been looked at
                 if not program.is_finite(state.params):
                     raise Diverged(step, "weights not finite after it")
                 with log.pace.excluded(), run.guard.phase("save"):
-                    run.checkpointer.save(step, run.program.to_checkpoint(state), _record(run, step, log.tokens_seen))
+                    run.saves.save(step, program.to_checkpoint(state), _record(run, step, log.tokens_seen))
             if last or (_due(step, recipe.evaluate.every) and not stopping):
                 log.flush()
                 with log.pace.excluded(), run.guard.phase("evaluate"):
@@ -123,12 +148,7 @@ def _loop(run: Run, state: TrainState, log: RunLog) -> tuple[TrainState, int, Va
 
 
 def _begin(
-    recipe: Recipe,
-    workdir: Path,
-    accept_config_change: bool,
-    console: Console,
-    guard: Guard,
-    stack: contextlib.ExitStack,
+    recipe: Recipe, workdir: Path, start: Start, console: Console, guard: Guard, stack: contextlib.ExitStack
 ) -> tuple[Run, TrainState] | None:
     """All that a step needs; None if there is none to do. Whatever can be refused is refused here, before anything
     is written.
@@ -140,36 +160,36 @@ def _begin(
     group = everyone()
     lock = stack.enter_context(WorkdirLock(workdir))
     with group.shared_errors():
-        layout.check(workdir, recipe, accept_config_change=accept_config_change)
+        layout.check(workdir, recipe, accept_config_change=start.accept_config_change)
         if group.index == 0:
             lock.take_if_there()
     agreement.check(group, config.to_dict(recipe), report.versions())
-    checkpointer = Checkpointer(workdir / layout.CHECKPOINTS, recipe.checkpoint.keep)
+    checkpointer = assemble.checkpointer_of(recipe, workdir)
     stack.enter_context(contextlib.closing(checkpointer))
-    start_step, last_step = checkpointer.latest_step() or 0, assemble.last_step_of(recipe)
-    if start_step:
-        checkpointer.record(start_step)  # a directory that is none of ours is told by its name
+    choice, last_step = checkpointer.choose(start.resume), assemble.last_step_of(recipe)
     startup.mark("devices")
-    if start_step >= last_step:
-        console.print(f"{workdir} is at step {start_step} already: there is nothing to do up to step {last_step}.")
-        report.how_to_go_on(console, recipe, workdir, start_step)
+    if choice.step >= last_step:
+        console.print(f"{workdir} is at step {choice.step} already: there is nothing to do up to step {last_step}.")
+        report.how_to_go_on(console, recipe, workdir, choice.step)
         return None
     with layout.unwritten_if_refused(workdir):
         agreement.probe(group, workdir)
         data = assemble.text_of(recipe, workdir, lambda text: console.print(text, style="dim", markup=False))
         startup.mark("data")
-        tokens_seen = 0
-        if start_step:
+        start_step, tokens_seen = 0, 0
+        if choice.steps:
             with guard.phase("restore"):
-                state, record = assemble.restore(
-                    program, checkpointer, start_step, data, other_data=accept_config_change
-                )
-                jax.block_until_ready(state)
-            tokens_seen = record["tokens_seen"]
-        else:
+                resumed = assemble.resume(program, checkpointer, choice, data, other_data=start.accept_config_change)
+                jax.block_until_ready(resumed.state)
+            start_step, state, tokens_seen = resumed.step, resumed.state, resumed.record["tokens_seen"]
+        elif start.initial is None:
             state = program.init(recipe.train.seed)
+        else:
+            state = initial_weights.load(program, recipe.train.seed, start.initial, checkpointer.peers)
         jax.block_until_ready(state)  # what follows measures this machine's peak
         startup.mark("state")
+    if choice.anew:
+        checkpointer.begin_anew()
     if jax.process_index() == 0:
         workdir.mkdir(parents=True, exist_ok=True)
         lock.take()
@@ -177,10 +197,28 @@ def _begin(
     guard.claimed(workdir, lock)
     layout.keep_compiled(workdir)
     facts = describe(recipe, jax.devices())
+    saves = SavePolicy(checkpointer, recipe.checkpoint, _note)
     run = Run(
-        recipe, workdir, program, data, checkpointer, console, guard, facts, startup, start_step, last_step, tokens_seen
+        recipe,
+        workdir,
+        program,
+        data,
+        checkpointer,
+        saves,
+        console,
+        guard,
+        facts,
+        startup,
+        start_step,
+        last_step,
+        tokens_seen,
     )
     return run, state
+
+
+def _note(text: str) -> None:
+    """Of a checkpoint: what hinders one process hinders all, and each says so where its other troubles stand."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def _log_of(run: Run, stack: contextlib.ExitStack) -> RunLog:
@@ -218,14 +256,14 @@ def _log_of(run: Run, stack: contextlib.ExitStack) -> RunLog:
 def _end(run: Run, state: TrainState, step: int, found: Validation | None) -> int:
     """Waits for the checkpoint and says what there is now."""
     with run.guard.phase("save"):
-        run.checkpointer.wait()
+        run.saves.finish(step, lambda: run.program.to_checkpoint(state))
     run.guard.enter("evaluate")
     if found is not None and step == run.last_step:
         sampling = Sampling(max_tokens=min(100, run.recipe.train.sequence_length - 1), temperature=0.8)
         (sample,) = sample_text(run.program, state.evaluated, run.data.tokenizer, "", sampling)
         run.console.print("a sample, from the start of a document:")
         run.console.print(report.printable(sample), markup=False, style="italic", soft_wrap=True)
-    run.console.print(f"checkpoint: {run.workdir / layout.CHECKPOINTS / str(step)}", markup=False, soft_wrap=True)
+    run.console.print(f"checkpoint: {run.checkpointer.path(step)}", markup=False, soft_wrap=True)
     report.how_to_go_on(run.console, run.recipe, run.workdir, step)
     return Exit.PREEMPTED if step < run.last_step else Exit.DONE
 
@@ -250,16 +288,23 @@ def _record(run: Run, step: int, tokens_seen: int) -> dict[str, Any]:
     return {
         "step": step,
         "tokens_seen": tokens_seen,
+        "next_sample": step * run.recipe.train.global_batch_size,
+        "skipped_batches": [],
         "data": assemble.data_record(run.data),
         "config": config.to_dict(run.recipe),
         "mesh": dict(run.program.mesh.shape),
         "num_processes": jax.process_count(),
         "versions": report.versions(),
+        "commit": report.commit(),
     }
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _profile(run: Run) -> Profile:
+    return Profile(run.workdir / layout.PROFILE, run.recipe.log.profile_steps)
 
 
 @contextlib.contextmanager
@@ -275,31 +320,3 @@ def _last_good(checkpointer: Checkpointer) -> Iterator[None]:
             before = f"go on from {checkpointer.path(steps[-2])}" if len(steps) > 1 else "start again"
             left += f", of the step before: if a resume from it diverges too, move it away and {before}"
         raise Diverged(error.step, f"{error.what}; this state is not saved, {left}") from None
-
-
-class _Profile:
-    """A trace of the steps of `log.profile_steps`, for TensorBoard or xprof."""
-
-    def __init__(self, run: Run):
-        self._steps = run.recipe.log.profile_steps or (0, 0)
-        self._folder = run.workdir / layout.PROFILE
-        self._on = False
-
-    def before(self, step: int, state: TrainState) -> None:
-        """Of the updates that are made, `step` is the next; it takes `state`, and all before it are to be done."""
-        wanted = self._steps[0] <= step < self._steps[1]
-        if wanted != self._on:
-            jax.block_until_ready(state)
-            if wanted:
-                jax.profiler.start_trace(self._folder)
-                self._on = True
-            else:
-                self.__exit__()
-
-    def __enter__(self) -> _Profile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._on:
-            self._on = False
-            jax.profiler.stop_trace()

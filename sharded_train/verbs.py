@@ -38,9 +38,13 @@ def _recipe(args: argparse.Namespace, overrides: list[str], *, start: bool = Tru
 
 def _train(args: argparse.Namespace, overrides: list[str]) -> int:
     recipe = _recipe(args, overrides)
+    from sharded_train.initial_weights import InitialWeights
     from sharded_train.train import train
 
-    return train(recipe, args.workdir, accept_config_change=args.accept_config_change)
+    initial = None if args.init_from is None else InitialWeights(args.init_from, args.init_only, args.init_except)
+    return train(
+        recipe, args.workdir, accept_config_change=args.accept_config_change, resume=args.resume, initial=initial
+    )
 
 
 def _generate(args: argparse.Namespace, overrides: list[str]) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sharded_train import recipe as recipes
-from sharded_train import recipe_checks
+from sharded_train import recipe_ranges
 from sharded_train.config import to_dict
 from sharded_train.config_file import CONFIGS
 from sharded_train.config_values import groups
@@ -265,7 +265,7 @@ def numbers(cls: type, key: str = "") -> list[str]:
 
 
 def test_every_number_has_a_range() -> None:
-    ranged = {key for _, keys in recipe_checks.RANGES.values() for key in keys.split()}
+    ranged = {key for _, keys in recipe_ranges.RANGES.values() for key in keys.split()}
     elsewhere = {
         *("mesh.data", "mesh.tensor", "mesh.pipeline", "mesh.sequence"),  # mesh.resolve_sizes
         *(f"data.{name}" for name in ("max_bytes", "validation_fraction", "num_epochs", "read_threads")),  # DataConfig

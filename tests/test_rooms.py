@@ -15,10 +15,10 @@ ROOMS = {
     "model": "ops models",
     "step": "optimizer local gradients pipeline step",
     "run": "exits config config_values flops config_file mesh_picture equivalence data checkpoint workdir metrics "
-    "devices peak recipe recipe_checks recipe_warnings recipe_pipeline assemble report stopping memory "
+    "devices peak recipe recipe_checks recipe_ranges recipe_warnings recipe_pipeline assemble report stopping memory "
     "train evaluate generate show show_pipeline show_tables data_verb data_rows schedule_verb "
     "schedule_page schedule_picture schedule_remarks rehearse rehearse_verb attention_check "
-    "faults launch_verb goodput_verb draw",
+    "faults launch_verb profiling initial_weights goodput_verb draw",
     "entry": "launch options verbs __main__",
 }
 LEVEL = {name: level for level, names in enumerate(ROOMS.values()) for name in names.split()}

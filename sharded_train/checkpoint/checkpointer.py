@@ -1,0 +1,215 @@
+"""The checkpoints of a run: what is saved where, which of them count, and which go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from sharded_train.checkpoint import files, record, restoring, resuming, saving
+from sharded_train.checkpoint.errors import CheckpointError, Damage, reason
+from sharded_train.checkpoint.peers import Peers
+from sharded_train.checkpoint.record import Verified
+from sharded_train.checkpoint.resuming import Choice
+
+
+class Checkpointer:
+    """The checkpoints of one directory, and of a second one that is used when the first cannot be written.
+
+    Every process calls every method, from its main thread, in the same order. A save runs in the background; the state
+    may be donated as soon as `save` returns. Its failure is raised, with the reason, by the next `check`, `wait` or
+    `save`. `timeout` (seconds) is how long processes wait for each other.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        keep: int = 3,
+        *,
+        keep_every: int | None = None,
+        fallback: Path | None = None,
+        timeout: float = 600,
+    ):
+        assert keep >= 1, f"keep={keep}: the newest checkpoint is always kept"
+        self.directory = Path(directory).absolute()
+        self.fallback = None if fallback is None else Path(fallback).absolute()
+        self.saves_to = self.directory
+        self.peers = Peers(timeout)
+        self.remarks: list[str] = []  # what went wrong beside a save, to be told once
+        self._keep, self._keep_every, self._timeout = keep, keep_every, timeout
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: tuple[int, Future[str | None]] | None = None
+        self._attempts = 0
+
+    @property
+    def directories(self) -> list[Path]:
+        return [self.directory] if self.fallback is None else [self.directory, self.fallback]
+
+    def steps(self) -> list[int]:
+        """Steps with a verified checkpoint, ascending, as this process sees the directories."""
+        return [step for step in self.numbered() if _is_verified(self.path(step), step)]
+
+    def numbered(self) -> list[int]:
+        """Steps that there is a directory for, ascending, whatever is in it."""
+        return sorted({step for directory in self.directories for step in files.numbered(directory)})
+
+    def latest_step(self) -> int | None:
+        """The newest step that there is a directory for, as process 0 sees it: all processes get the same answer."""
+        return self.peers.first(max(self.numbered(), default=None))  # type: ignore[no-any-return]
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or will be."""
+        there = [directory / str(step) for directory in self.directories]
+        return next((path for path in there if path.exists()), self.saves_to / str(step))
+
+    def verified(self, step: int) -> Verified:
+        """The record of a checkpoint. Raises CheckpointError when it has none that can be read."""
+        if not self.path(step).is_dir():
+            raise CheckpointError(f"{self.directory} has no checkpoint of step {step}")
+        try:
+            return record.read(self.path(step), step)
+        except Damage as error:
+            raise self.damaged(step, error) from error
+
+    def record(self, step: int) -> dict[str, Any]:
+        """What the run said of itself when it saved `step`."""
+        return self.verified(step).run
+
+    def restore(self, step: int | None, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
+        """The state of `step` (None: the newest) and its record, placed as the shardings of `abstract_state` say.
+
+        `abstract_state` is a tree of `jax.ShapeDtypeStruct` with shardings, on any mesh.
+
+        Raises:
+            ConfigError: the checkpoint's leaves, shapes or dtypes are not those of `abstract_state`.
+            CheckpointError: there is no such checkpoint, or it is damaged; nothing is moved.
+        """
+        if step is None:
+            step = self.latest_step()
+        if step is None:
+            raise CheckpointError(f"{self.directory} has no checkpoint")
+        found = self.verified(step)
+        try:
+            return restoring.load(self.path(step), found, abstract_state, self.peers), found.run
+        except Damage as error:
+            raise self.damaged(step, error) from error
+
+    def save(self, step: int, state: Any, run: dict[str, Any]) -> None:
+        """Begins to write `state` and the record `run` as the checkpoint of `step`, after a save under way."""
+        self.wait()
+        if self.path(step).exists():
+            raise CheckpointError(f"{self.path(step)} is already there: move it away to save step {step} again")
+        self._attempts += 1
+        try:
+            if self.peers.index == 0:
+                files.remove_leftovers(self.saves_to)
+            begun = saving.begin(step, self.saves_to / str(step), self._attempts, state, run, self._timeout)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise self._not_written(step, reason(error)) from error
+        if isinstance(begun, str):
+            raise self._not_written(step, begun)
+        self._pending = step, self._worker.submit(self._finish, begun)
+
+    def check(self) -> None:
+        """Raises if the save that ended last has failed. Cheap: call it at every step."""
+        if self._pending is not None and self._pending[1].done():
+            self.wait()
+
+    @property
+    def is_saving(self) -> bool:
+        return self._pending is not None
+
+    def wait(self) -> None:
+        """Waits until the save under way is on disk, verified, and the checkpoints it replaces are gone."""
+        if self._pending is None:
+            return
+        step, future = self._pending
+        self._pending = None
+        if (problem := future.result()) is not None:
+            raise self._not_written(step, problem)
+
+    def close(self) -> None:
+        try:
+            self.wait()
+        finally:
+            self._worker.shutdown()
+
+    def roll_back(self, step: int) -> list[Path]:
+        """Puts aside the checkpoints after `step`, so that saves go on from there; where they are now, on process 0."""
+        later = [number for number in self.numbered() if number > step] if self.peers.index == 0 else []
+        moved = [files.put_aside(self.path(number), files.ROLLED_BACK) for number in later]
+        self.peers.first(len(moved))
+        return moved
+
+    def damaged(self, step: int, error: Exception) -> CheckpointError:
+        """That a checkpoint cannot be read, why, and what to do."""
+        path = self.path(step)
+        before = max((other for other in self.steps() if other < step), default=None)
+        advice = (
+            "There is no checkpoint before it."
+            if before is None
+            else f"The one before it is that of step {before}. To resume from there, move this one away:\n"
+            f"  mv {path} {path}.{files.DAMAGED}"
+        )
+        return CheckpointError(f"{path} cannot be read: {reason(error)}\n{advice}")
+
+    def use_fallback(self) -> bool:
+        """From now on saves go to the second directory; whether there is one that was not in use."""
+        if self.fallback is None or self.saves_to == self.fallback:
+            return False
+        self.saves_to = self.fallback
+        return True
+
+    def choose(self, resume: str) -> Choice:
+        """What `--resume` means here: "auto", "never", "must" or a step. See `resuming.choose`."""
+        told = self.peers.first(resuming.chosen(self, resume) if self.peers.index == 0 else None)
+        return resuming.Choice.told(told)
+
+    def resume(
+        self, choice: Choice, abstract_state: Any, accept: Callable[[Path, dict[str, Any]], None]
+    ) -> tuple[int, Any, dict[str, Any]]:
+        """The step, state and record to go on from. See `resuming.resume`."""
+        return resuming.resume(self, choice, abstract_state, accept)
+
+    def begin_anew(self) -> None:
+        """For a run that begins at step 0 where there are checkpoints: they are put aside, together."""
+        if self.peers.index == 0:
+            resuming.begin_anew(self)
+        self.peers.first(None)
+
+    def _finish(self, save: saving.Save) -> str | None:
+        """In the background: the new checkpoint is verified first, only then do old ones go."""
+        problem = save.finish()
+        if save.peers.index == 0:
+            try:
+                if problem is None:
+                    self._prune()
+                else:
+                    files.remove_leftovers(save.path.parent)  # on a full disk its room is needed
+            except OSError as error:
+                self.remarks.append(f"checkpoints that are not needed any more cannot be removed: {reason(error)}")
+        return problem
+
+    def _prune(self) -> None:
+        steps = self.steps()
+        for step in steps[: -self._keep]:
+            if not (self._keep_every and step % self._keep_every == 0):
+                files.remove(self.path(step))
+        for directory in self.directories:
+            files.remove_leftovers(directory)
+
+    def _not_written(self, step: int, problem: str) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint of step {step} was not written to {self.saves_to / str(step)}: {problem}"
+        )
+
+
+def _is_verified(path: Path, step: int) -> bool:
+    try:
+        record.read(path, step)
+    except (Damage, OSError):  # whatever is wrong with it, it is not ours to delete or to recommend
+        return False
+    return True

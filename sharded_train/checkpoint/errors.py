@@ -1,0 +1,42 @@
+"""What can be wrong with checkpoints, told apart by what is to be done about it."""
+
+from __future__ import annotations
+
+import errno
+
+_PASSING = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message names it, the reason and what to do."""
+
+
+class NotSaved(CheckpointError):
+    """Saves failed so often that the run must not go on; what is on disk is as it was."""
+
+
+class DamagedData(CheckpointError):
+    """There are checkpoints and none of them can be used: nobody but a person may decide to do without."""
+
+
+class Damage(ValueError):
+    """A checkpoint is not what was verified: it can be stepped over."""
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether the cause lies in the machine and not in the files: no permission, no memory, no answer."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, OSError):
+        return error.errno in _PASSING
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "PERMISSION_DENIED" in str(error)
+
+
+def reason(error: BaseException) -> str:
+    """The first cause of an error: Orbax wraps it in layers that say less."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    message = str(error).split(" [tensorstore_spec")[0].split(" [source locations")[0]
+    if isinstance(error, Damage):
+        return message
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__

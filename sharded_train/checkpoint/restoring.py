@@ -1,0 +1,69 @@
+"""From a checkpoint to a state: which one, whether it fits, whether it is what was saved; and what is done if not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from sharded_train.checkpoint import arrays, digest, record
+from sharded_train.checkpoint.errors import CheckpointError, Damage, is_passing, reason
+from sharded_train.checkpoint.leaves import by_name, differences
+from sharded_train.checkpoint.peers import Peers
+from sharded_train.checkpoint.record import Verified
+from sharded_train.errors import ConfigError
+
+
+def load(path: Path, verified: Verified, abstract_state: Any, peers: Peers) -> Any:
+    """The state of a checkpoint, placed as `abstract_state` says. Every process calls it and reads its own shards.
+
+    Raises ConfigError if it is another model's, Damage if it is not what was saved, CheckpointError if the cause lies
+    elsewhere (no permission, no memory).
+    """
+    wanted = by_name(abstract_state)
+    if found := differences(verified.leaves, wanted):
+        raise ConfigError([f"{path} is not a checkpoint of this model and optimizer:", *found])
+    check(path, verified, peers)
+    leaves = load_leaves(path, verified, wanted, peers)
+    return jax.tree.unflatten(jax.tree.structure(abstract_state), [leaves[name] for name in wanted])
+
+
+def load_leaves(
+    path: Path, verified: Verified, wanted: Mapping[str, jax.ShapeDtypeStruct], peers: Peers
+) -> dict[str, jax.Array]:
+    """Leaves of a checkpoint whose files have been checked, their digests compared after loading. As `load`."""
+    leaves: dict[str, jax.Array] = _all_agree(peers, path, lambda: arrays.load(path, wanted))
+    found = digest.as_digests(leaves, digest.on_devices(leaves))
+    wrong = [name for name, sums in found.items() if digest.as_text(sums) != verified.leaves[name].digest]
+    if wrong:
+        raise Damage(f"{', '.join(wrong[:5])}{' and more' * (len(wrong) > 5)} in {path} are not what was saved")
+    return leaves
+
+
+def check(path: Path, verified: Verified, peers: Peers) -> None:
+    """Raises Damage unless a checkpoint's files are those of its record. Process 0 looks for all."""
+
+    def look() -> None:
+        record.check_files(path, verified)
+        arrays.check_layout(path, verified.leaves)
+
+    _all_agree(peers, path, look if peers.index == 0 else lambda: None)
+
+
+def _all_agree(peers: Peers, path: Path, do: Callable[[], Any]) -> Any:
+    """What `do` returns, unless it raised on any process: then all of them raise."""
+    result, told = None, None
+    try:
+        result = do()
+    except Exception as error:  # whatever it is, the others must hear of it
+        told = ["passing" if is_passing(error) else "damage", reason(error)]
+    for index, other in enumerate(peers.all(told)):
+        if other is not None:
+            kind, why = other
+            who = f"process {index}: " if peers.count > 1 else ""
+            if kind == "passing":
+                raise CheckpointError(f"{path} could not be read: {who}{why}")
+            raise Damage(f"{who}{why}")
+    return result
