@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sharded_train import recipe as recipes
-from sharded_train import recipe_ranges
+from sharded_train import recipe_checks, recipe_ranges
 from sharded_train.config import to_dict
 from sharded_train.config_file import CONFIGS
 from sharded_train.config_values import groups

@@ -280,6 +280,8 @@ def test_what_the_record_says(text: Path, unbroken: Ended) -> None:
     assert record["versions"]["jax"] == jax.__version__
     assert 0 < record["tokens_seen"] <= STEPS * 8 * 32
     assert record["data"]["fingerprint"]
+    assert record["next_sample"] == STEPS * 8
+    assert record["commit"] is None or len(record["commit"]) in (40, 41)
 
 
 def test_metrics_hold_every_key(unbroken: Ended) -> None:
@@ -346,18 +348,64 @@ def test_running_out_of_memory_is_explained(
     assert "config.train.remat=selective" in said
 
 
-def test_a_damaged_checkpoint_is_named(
+def damage(path: Path) -> None:
+    files = [path for path in (path / "state").rglob("*") if path.is_file()]
+    os.truncate(max(files, key=lambda path: path.stat().st_size), 100)
+
+
+def test_a_damaged_checkpoint_is_named_and_set_aside_and_the_one_before_is_used(
     text: Path, unbroken: Ended, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workdir = copy_of(unbroken, tmp_path)
-    files = [path for path in (workdir / "checkpoints/10/state").rglob("*") if path.is_file()]
-    os.truncate(max(files, key=lambda path: path.stat().st_size), 100)
-    before = contents(workdir)
-    assert train(recipe_of(text, "train.num_steps=12"), workdir, accept_config_change=True) == Exit.FAILED
+    damage(workdir / "checkpoints/10")
+    (workdir / "checkpoints/99").mkdir()  # no checkpoint at all
+    before = contents(workdir / "checkpoints/10")
+    assert train(recipe_of(text), workdir) == Exit.DONE
     said = capsys.readouterr().err
-    assert f"error: {workdir}/checkpoints/10 cannot be read" in said
-    assert "that of step 5" in said
+    assert f"note: {workdir}/checkpoints/10 is damaged and set aside as 10.damaged: " in said
+    assert f"{workdir}/checkpoints/99 is damaged and set aside as 99.damaged: it carries no VERIFIED record" in said
+    assert contents(workdir / "checkpoints/10.damaged").keys() == before.keys()
+    again = Ended(0, workdir, "")
+    jax.tree.map(np.testing.assert_array_equal, state_of(again, STEPS)[0], state_of(unbroken, STEPS)[0])
+
+
+@pytest.mark.parametrize("resume", ["auto", "must", "10"])
+def test_when_no_checkpoint_can_be_used_nothing_begins_anew(
+    text: Path, unbroken: Ended, tmp_path: Path, capsys: pytest.CaptureFixture[str], resume: str
+) -> None:
+    workdir = copy_of(unbroken, tmp_path)
+    for step in (5, 10):
+        damage(workdir / "checkpoints" / str(step))
+    before = contents(workdir)
+    recipe = recipe_of(text, "train.num_steps=12")
+    assert train(recipe, workdir, accept_config_change=True, resume=resume) == Exit.DAMAGED
+    assert f"{workdir}/checkpoints/10 cannot be read: " in capsys.readouterr().err
     assert contents(workdir) == before
+
+
+def test_resume_from_a_step_sets_aside_those_after_it_and_saves_go_on(
+    text: Path, unbroken: Ended, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir = copy_of(unbroken, tmp_path)
+    assert train(recipe_of(text), workdir, resume="5") == Exit.DONE
+    assert "goes on from step 5" in capsys.readouterr().out
+    assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["10", "10.rolled_back", "5"]
+    again = Ended(0, workdir, "")
+    jax.tree.map(np.testing.assert_array_equal, state_of(again, STEPS)[0], state_of(unbroken, STEPS)[0])
+    with pytest.raises(ConfigError, match="has no checkpoint of step 7; it has 5, 10"):
+        train(recipe_of(text), workdir, resume="7")
+
+
+def test_resume_never_keeps_what_there_is_and_must_wants_something(
+    text: Path, half: Ended, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workdir = copy_of(half, tmp_path)
+    assert train(recipe_of(text, "train.stop_at=1"), workdir, resume="never") == Exit.DONE
+    assert "begins with seed 0" in capsys.readouterr().out
+    assert [path.name for path in (workdir / "checkpoints").iterdir()] == ["1"]
+    assert [path.name for path in (workdir / "checkpoints.before").iterdir()] == ["5"]
+    with pytest.raises(ConfigError, match="has no checkpoint"):
+        train(recipe_of(text), tmp_path / "new", resume="must")
 
 
 def test_other_data_is_refused(text: Path, half: Ended, tmp_path: Path) -> None:
@@ -456,16 +504,6 @@ def test_weights_that_are_not_finite_are_not_saved(
     assert train(recipe_of(text, "train.stop_at=1"), tmp_path / "run") == Exit.FAILED
     assert "step 1: weights not finite after it; this state is not saved" in capsys.readouterr().err
     assert Checkpointer(tmp_path / "run/checkpoints").steps() == []
-
-
-def test_a_directory_that_is_no_checkpoint_is_told_by_its_name(
-    text: Path, half: Ended, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    workdir = tmp_path / "run"
-    shutil.copytree(half.workdir, workdir)
-    (workdir / "checkpoints" / "99").mkdir()
-    assert train(recipe_of(text), workdir) == Exit.FAILED
-    assert f"{workdir}/checkpoints/99 cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "data", "tensorboard"])

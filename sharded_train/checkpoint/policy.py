@@ -39,6 +39,7 @@ class SavePolicy:
         self._decided: tuple[int, str | None] | None = None
         self._saving: int | None = None
         self._saved: int | None = None
+        self._look(wait=False)  # tells what was found while the run was resumed
 
     def due(self, step: int) -> bool:
         """Whether to save after `step`. Tells of a save that has failed since.
