@@ -142,6 +142,8 @@ def add_own(parser: argparse.ArgumentParser, verb: str) -> None:
 
 def problems(args: argparse.Namespace) -> list[str]:
     """What is wrong with a verb's own options by themselves, to be told with all else."""
+    if args.verb == "train" and args.init_from is None and (args.init_only or args.init_except):
+        return ["--init-only and --init-except say which weights of --init-from are taken: give --init-from too"]
     if args.verb != "schedule":
         return []
     from sharded_train.schedules.build import default_chunks, make  # brings numpy, which the others need not await

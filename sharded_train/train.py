@@ -197,7 +197,7 @@ def _begin(
     guard.claimed(workdir, lock)
     layout.keep_compiled(workdir)
     facts = describe(recipe, jax.devices())
-    saves = SavePolicy(checkpointer, recipe.checkpoint, _note)
+    saves = SavePolicy(checkpointer, recipe.checkpoint)
     run = Run(
         recipe,
         workdir,
@@ -214,11 +214,6 @@ def _begin(
         tokens_seen,
     )
     return run, state
-
-
-def _note(text: str) -> None:
-    """Of a checkpoint: what hinders one process hinders all, and each says so where its other troubles stand."""
-    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def _log_of(run: Run, stack: contextlib.ExitStack) -> RunLog:

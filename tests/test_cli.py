@@ -18,6 +18,7 @@ from sharded_train.config import to_dict
 from sharded_train.config_file import CONFIGS
 from sharded_train.errors import ConfigError
 from sharded_train.faults.config import DistributedConfig
+from sharded_train.initial_weights import InitialWeights
 from sharded_train.recipe import Recipe
 from sharded_train.verbs import VERBS
 
@@ -60,15 +61,22 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
     return [line.removeprefix("error: ") for line in lines]
 
 
+AS_USUAL = {"accept_config_change": False, "resume": "auto", "initial": None}
+
+
 def test_train(calls: list[Any], tmp_path: Path) -> None:
     assert (
         main(["train", QUICKSTART, f"--workdir={tmp_path}", "--config.train.seed=3", "--config.zero.stage", "2"]) == 7
     )
     ((verb, (recipe, workdir), options),) = calls
-    assert (verb, workdir, options) == ("train", tmp_path, {"accept_config_change": False})
+    assert (verb, workdir, options) == ("train", tmp_path, {**AS_USUAL, "accept_config_change": False})
     assert (recipe.train.seed, recipe.zero.stage, recipe.model.vocab_size) == (3, 2, 4096)
-    main(["train", QUICKSTART, "--workdir", str(tmp_path), "--accept-config-change"])
-    assert calls[1][2] == {"accept_config_change": True}
+    main(["train", QUICKSTART, "--workdir", str(tmp_path), "--accept-config-change", "--resume=040"])
+    assert calls[1][2] == {**AS_USUAL, "accept_config_change": True, "resume": "40"}
+    main(["train", QUICKSTART, f"--workdir={tmp_path}", "--init-from=other", "--init-only=layers/*,norm"])
+    assert calls[2][2]["initial"] == InitialWeights(Path("other"), ("layers/*", "norm"), None)
+    assert main(["train", QUICKSTART, f"--workdir={tmp_path}", "--resume=latest"]) == 2
+    assert main(["train", QUICKSTART, f"--workdir={tmp_path}", "--init-only=layers/*"]) == 2
 
 
 def test_the_config_of_a_run_is_that_of_its_workdir(calls: list[Any], tmp_path: Path) -> None:

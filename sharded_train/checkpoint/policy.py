@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,11 @@ from sharded_train.checkpoint.errors import CheckpointError, NotSaved
 _LEAD = 2
 
 
+def note(text: str) -> None:
+    """What hinders one process hinders all, and each says so where its other troubles stand."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
 class SavePolicy:
     """Says which steps are saved and sees to it that they are. Every process makes one and asks it at every step.
 
@@ -26,7 +32,7 @@ class SavePolicy:
         self,
         checkpointer: Checkpointer,
         config: CheckpointConfig,
-        tell: Callable[[str], None],
+        tell: Callable[[str], None] = note,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._checkpointer, self._config, self._tell, self._clock = checkpointer, config, tell, clock
