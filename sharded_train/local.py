@@ -35,18 +35,18 @@ Array = Any  # of JAX or NumPy, or the shape of one
 class TrainConfig:
     """The step and how many of them. Batch sizes are global: they do not change with the mesh."""
 
-    num_steps: int = 1000
+    num_steps: int = 1000  # updates in all; schedules end there
     stop_at: int | None = None  # stop and save at this step, the schedule unchanged
     global_batch_size: int = 32  # rows a step
     sequence_length: int = 256  # tokens a row
     num_microbatches: int = 1  # parts each device's rows are worked through in
-    seed: int = 0
+    seed: int = 0  # of weights, order of samples and dropout
     clip_norm: float | None = 1.0  # of the whole gradient; None: never
     ema_decay: float | None = None  # of averaged weights, which are then the ones evaluated; None: none are kept
-    remat: Remat = "none"
+    remat: Remat = "none"  # none keeps all for the backward pass, selective the products, full a layer's input alone
     overlap: bool | None = None  # hide communication behind products, for which more is compiled; None: on GPUs
-    z_loss: float = 0.0
-    label_smoothing: float = 0.0
+    z_loss: float = 0.0  # weight of log(Z)^2, which keeps logits small
+    label_smoothing: float = 0.0  # share of the target spread over the vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,7 @@ class AttentionConfig:
     documents.
     """
 
+    # How, where mesh.sequence > 1; auto: ring or ulysses, whichever sends less.
     context: Literal["auto", "all_gather", "ring", "ulysses"] = "auto"
     # Documents that a row may hold (padding counts as one): the size of cuDNN's table, see `ops.attention`.
     max_documents: int = 64

@@ -29,12 +29,12 @@ AXES = ("pipeline", "data", "sequence", "tensor")
 class MeshConfig:
     """How many ways each axis splits the devices; one size may be -1 (all that remain)."""
 
-    data: int = -1
-    tensor: int = 1
-    pipeline: int = 1
-    sequence: int = 1
+    data: int = -1  # different rows; ZeRO splits the state over it
+    tensor: int = 1  # Megatron's: devices that share each layer's matrices, within a host
+    pipeline: int = 1  # stages of layers
+    sequence: int = 1  # parts of each row
     order: tuple[str, ...] = AXES  # outermost first; the last one's neighbours are the nearest devices
-    allow_tensor_across_hosts: bool = False
+    allow_tensor_across_hosts: bool = False  # otherwise refused
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,17 +28,17 @@ from sharded_train.step import Program, TrainConfig, build_program
 class EvaluateConfig:
     """Validation during training: every so many steps (0: never), on so many batches (None: all)."""
 
-    every: int = 0
-    num_batches: int | None = None
+    every: int = 0  # steps; 0: never
+    num_batches: int | None = None  # of the validation text; None: all
 
 
 @dataclasses.dataclass(frozen=True)
 class LogConfig:
     """A line of progress every so many steps; steps to profile, as [first, last), into the workdir."""
 
-    every: int = 10
-    profile_steps: tuple[int, int] | None = None
-    tensorboard: bool = True
+    every: int = 10  # steps from line to line
+    profile_steps: tuple[int, int] | None = None  # [first, last) for JAX's profiler, into the workdir
+    tensorboard: bool = True  # files for TensorBoard in the workdir
 
 
 @dataclasses.dataclass(frozen=True)

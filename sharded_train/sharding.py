@@ -37,8 +37,8 @@ class ZeroConfig:
     (hybrid sharding; MiCS, Zhang et al. 2022, arXiv:2205.00119).
     """
 
-    stage: Literal[0, 1, 2, 3] = 1
-    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    stage: Literal[0, 1, 2, 3] = 1  # 0: nothing is sharded
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"  # of gradients on their way; a device sums in fp32
     group_size: int | None = None  # None: all data ranks are one group
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from docs import config_reference
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -27,6 +30,20 @@ def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)", FENCE.sub("", page.read_text()), flags=re.MULTILINE)
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in plain}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """Options of a test."""
+
+    first: int = 1  # of all
+    # above,
+    # in two lines
+    second: tuple[int, ...] = (
+        1,
+        2,
+    )
+    third: str = "# none"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -50,3 +67,17 @@ def test_mkdocs_has_nothing_to_complain_about(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "site/index.html").read_text()
     assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="https?:[^"]*"', page), "it reads without a network"
+
+
+def test_the_config_reference_is_in_step() -> None:
+    assert config_reference.PAGE.read_text() == config_reference.page(), "run: python -m docs.config_reference"
+
+
+def test_every_option_says_what_it_is() -> None:
+    silent = re.findall(r"^\| `(config\.[\w.]+)` \|[^|]*\|[^|]*\| +\|$", config_reference.page(), flags=re.MULTILINE)
+    groups = {"config.model.rope_scaling", "config.data.sources"}  # these say it below
+    assert set(silent) <= groups, "put a comment behind it"
+
+
+def test_a_comment_may_stand_above_or_behind() -> None:
+    assert config_reference.comments(_Options) == {"first": "of all", "second": "above, in two lines", "third": ""}

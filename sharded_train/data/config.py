@@ -24,14 +24,14 @@ class Source:
     have, they are the shares of the rows, and `num_epochs` is the most that a run may ask of a source.
     """
 
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # globs
     name: str | None = None  # in reports; None: its number
-    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"  # auto: by the names of the files
     text: str | None = None  # None: the field `text`, unless there is a completion
-    prompt: str | None = None
-    completion: str | None = None
-    weight: float | None = None
-    num_epochs: int | None = None
+    prompt: str | None = None  # what is read and not predicted; with a completion
+    completion: str | None = None  # what the loss is on
+    weight: float | None = None  # share of the rows; all sources have one, or none
+    num_epochs: int | None = None  # how often it is gone through, or may be
     max_bytes: int | None = None  # stop collecting documents, by path, once they hold this many bytes
 
     def problems(self, key: str) -> Iterator[str]:
@@ -64,11 +64,11 @@ class DataConfig:
     .model, or the name of one of tiktoken's encodings.
     """
 
-    files: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()  # globs; none: the standard library's source
     sources: tuple[Source, ...] = ()
     max_bytes: int | None = None  # of `files`: stop collecting, by path, once they hold this many bytes
     validation_fraction: float = 0.01  # of the documents, by the hash of their contents
-    tokenizer: str | None = None
+    tokenizer: str | None = None  # a tokenizer.json, a .model, a name of tiktoken's; None: one is trained
     cache_dir: str | None = None  # None: the workdir's `data`
     num_epochs: int | None = None  # of `files`; None: as many as the steps need
     read_threads: int = 2  # 0: read in the training thread

@@ -31,35 +31,35 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]  # (q
 class RopeScaling:
     """Llama-3's stretch of the rotary frequencies to longer contexts (Llama 3.1 reference code)."""
 
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
+    factor: float = 8.0  # how many times longer than original_context rows may get
+    low_freq_factor: float = 1.0  # waves longer than original_context / this are stretched by the factor
+    high_freq_factor: float = 4.0  # waves shorter than original_context / this stay as they are
+    original_context: int = 8192  # tokens that the model was trained on before
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """Shape of a decoder. Defaults are a small Llama; `configs/` holds published ones."""
 
-    vocab_size: int = 4096
-    d_model: int = 256
-    num_layers: int = 4
-    num_heads: int = 4
+    vocab_size: int = 4096  # rows of the embedding; a tokenizer may have fewer
+    d_model: int = 256  # width of the residual stream, and of every token between layers
+    num_layers: int = 4  # each attention and an MLP
+    num_heads: int = 4  # of the queries
     num_kv_heads: int | None = None  # None: as many as heads
     head_dim: int | None = None  # None: d_model / num_heads
-    d_ff: int = 704
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_eps: float = 1e-5
-    activation: Literal["swiglu", "gelu"] = "swiglu"
-    positions: Literal["rope", "learned"] = "rope"
+    d_ff: int = 704  # width within the MLP
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # before each branch and the head
+    norm_eps: float = 1e-5  # added to the mean square or the variance
+    activation: Literal["swiglu", "gelu"] = "swiglu"  # of the MLP: gated (silu(gate) * up), or GELU in its tanh form
+    positions: Literal["rope", "learned"] = "rope"  # rotations of queries and keys, or a learned table
     max_positions: int | None = None  # rows of the table of learned positions; the longest context to generate
-    rope_theta: float = 10000.0
+    rope_theta: float = 10000.0  # base of the rotations' wavelengths
     rope_scaling: RopeScaling | None = None
-    tied_embedding: bool = False
-    bias: bool = False
+    tied_embedding: bool = False  # the head is the embedding
+    bias: bool = False  # on every product of a layer
     dropout: float = 0.0  # of the embedding and of both residual branches
-    init_std: float = 0.02
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    init_std: float = 0.02  # of the initial weights; branches end with it / sqrt(2 num_layers)
+    attention: Literal["auto", "xla", "cudnn"] = "auto"  # auto: cudnn on GPUs where it can, else xla
 
     @property
     def kv_heads(self) -> int:

@@ -25,12 +25,12 @@ class Adafactor:
     bf16 can hold. They lie where the rows and columns of the weight lie.
     """
 
-    decay_exponent: float = 0.8
+    decay_exponent: float = 0.8  # of the means' decay, 1 - step^-this
     clip_threshold: float = 1.0  # of the root mean square of each parameter's update
     relative: bool = True  # updates are multiplied by the root mean square of their parameter, or min_scale
-    min_scale: float = 1e-3
+    min_scale: float = 1e-3  # least scale of an update, where relative
     momentum: float = 0.0  # of the updates
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # times the learning rate; matrices only
     moments_dtype: FloatDtype = "float32"  # of the momentum
 
     def slots(self, leaf: Leaf) -> dict[str, Slot]:

@@ -17,11 +17,11 @@ from sharded_train.optimizer.leaf import FloatDtype, Leaf, Slot, Slots
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101); decay on matrices only."""
 
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    moments_dtype: FloatDtype = "float32"
+    b1: float = 0.9  # decay of the mean gradient
+    b2: float = 0.95  # decay of the mean square
+    eps: float = 1e-8  # added to the root of the mean square
+    weight_decay: float = 0.1  # times the learning rate; matrices only
+    moments_dtype: FloatDtype = "float32"  # of both means
 
     def slots(self, leaf: Leaf) -> dict[str, Slot]:
         return {"mu": leaf.slot(self.moments_dtype), "nu": leaf.slot(self.moments_dtype)}
@@ -39,10 +39,10 @@ class AdamW:
 class SGD:
     """Stochastic gradient descent, with heavy-ball momentum when asked for; decay is part of the gradient."""
 
-    momentum: float = 0.0
-    nesterov: bool = False
-    weight_decay: float = 0.0
-    moments_dtype: FloatDtype = "float32"
+    momentum: float = 0.0  # 0: none, and no state
+    nesterov: bool = False  # looks one step of momentum ahead
+    weight_decay: float = 0.0  # added to the gradient; matrices only
+    moments_dtype: FloatDtype = "float32"  # of the momentum
 
     def slots(self, leaf: Leaf) -> dict[str, Slot]:
         return {"trace": leaf.slot(self.moments_dtype)} if self.momentum else {}
@@ -65,10 +65,10 @@ class Lion:
     Its learning rate is 3 to 10 times smaller than AdamW's, and its decay as much larger.
     """
 
-    b1: float = 0.9
-    b2: float = 0.99
-    weight_decay: float = 1.0
-    moments_dtype: FloatDtype = "float32"
+    b1: float = 0.9  # share of the momentum in the update's sign
+    b2: float = 0.99  # decay of the momentum
+    weight_decay: float = 1.0  # times the learning rate; matrices only
+    moments_dtype: FloatDtype = "float32"  # of the momentum
 
     def slots(self, leaf: Leaf) -> dict[str, Slot]:
         return {"mu": leaf.slot(self.moments_dtype)}

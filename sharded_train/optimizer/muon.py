@@ -26,16 +26,16 @@ class Muon:
     rate and decay (Liu et al. 2025, arXiv:2502.16982).
     """
 
-    momentum: float = 0.95
-    nesterov: bool = True
-    num_iterations: int = 5
+    momentum: float = 0.95  # decay of the mean gradient
+    nesterov: bool = True  # looks one step of momentum ahead
+    num_iterations: int = 5  # of Newton-Schulz
     iterate_dtype: FloatDtype = "float32"  # of Newton-Schulz and of what it moves between devices
-    update_rms: float = 0.2
-    weight_decay: float = 0.1
+    update_rms: float = 0.2  # root mean square that updates are scaled to
+    weight_decay: float = 0.1  # times the learning rate; matrices only
     b1: float = 0.9  # AdamW's, as eps
-    b2: float = 0.95
-    eps: float = 1e-8
-    moments_dtype: FloatDtype = "float32"
+    b2: float = 0.95  # AdamW's
+    eps: float = 1e-8  # AdamW's
+    moments_dtype: FloatDtype = "float32"  # of momentum and AdamW's means
 
     @property
     def adamw(self) -> AdamW:

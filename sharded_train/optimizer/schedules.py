@@ -17,8 +17,8 @@ import jax.numpy as jnp
 class Constant:
     """`learning_rate` to the end."""
 
-    learning_rate: float = 3e-4
-    warmup_steps: int = 0
+    learning_rate: float = 3e-4  # the highest
+    warmup_steps: int = 0  # of the rise to it
 
     def shape(self, step: jax.Array, num_steps: int) -> jax.Array:
         return jnp.ones_like(step)
@@ -28,10 +28,10 @@ class Constant:
 class Linear:
     """A straight line down to `final_fraction` of the rate at `decay_steps`: 1 - (1 - final) t."""
 
-    learning_rate: float = 3e-4
-    warmup_steps: int = 0
+    learning_rate: float = 3e-4  # the highest
+    warmup_steps: int = 0  # of the rise to it
     decay_steps: int | None = None  # None: train.num_steps
-    final_fraction: float = 0.0
+    final_fraction: float = 0.0  # of the highest rate, at the end
 
     def shape(self, step: jax.Array, num_steps: int) -> jax.Array:
         return 1 - (1 - self.final_fraction) * _progress(self, step, num_steps)
@@ -41,10 +41,10 @@ class Linear:
 class Cosine:
     """Half a cosine down to `final_fraction` of the rate at `decay_steps`: final + (1 - final) (1 + cos(pi t)) / 2."""
 
-    learning_rate: float = 3e-4
-    warmup_steps: int = 0
+    learning_rate: float = 3e-4  # the highest
+    warmup_steps: int = 0  # of the rise to it
     decay_steps: int | None = None  # None: train.num_steps
-    final_fraction: float = 0.1
+    final_fraction: float = 0.1  # of the highest rate, at the end
 
     def shape(self, step: jax.Array, num_steps: int) -> jax.Array:
         half = (1 + jnp.cos(jnp.pi * _progress(self, step, num_steps))) / 2
@@ -58,9 +58,9 @@ class InverseSqrt:
     With timescale = warmup_steps it is that of the Transformer (Vaswani et al. 2017, arXiv:1706.03762).
     """
 
-    learning_rate: float = 3e-4
-    warmup_steps: int = 0
-    timescale: int = 1000
+    learning_rate: float = 3e-4  # the highest
+    warmup_steps: int = 0  # of the rise to it
+    timescale: int = 1000  # steps after the warm-up in which the rate falls to 0.71 of the highest
 
     def shape(self, step: jax.Array, num_steps: int) -> jax.Array:
         return (1 + jnp.maximum(step - self.warmup_steps, 0) / self.timescale) ** -0.5
@@ -73,10 +73,10 @@ class WSD:
     The line takes the last `decay_fraction` of train.num_steps and ends at `final_fraction` of the rate.
     """
 
-    learning_rate: float = 3e-4
-    warmup_steps: int = 0
-    decay_fraction: float = 0.2
-    final_fraction: float = 0.0
+    learning_rate: float = 3e-4  # the highest
+    warmup_steps: int = 0  # of the rise to it
+    decay_fraction: float = 0.2  # of train.num_steps, at the end
+    final_fraction: float = 0.0  # of the highest rate, at the end
 
     def decay_begins(self, num_steps: int) -> int:
         return num_steps - round(self.decay_fraction * num_steps)

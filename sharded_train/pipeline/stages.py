@@ -27,7 +27,7 @@ from sharded_train.schedules.table import Schedule
 class PipelineConfig:
     """How the layers are worked on over `mesh.pipeline` stages."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"  # see docs/pipeline.md
     num_chunks: int | None = None  # parts of the model that each stage has; None: as many as the schedule likes
     layers: tuple[int, ...] | None = None  # of each chunk in the order in which they run; None: so that it is fastest
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 class PrecisionConfig:
     """The recipe by name. Master weights, moments, reductions of losses and norms are fp32 under all of them."""
 
-    recipe: Literal["fp32", "bf16"] = "bf16"
+    recipe: Literal["fp32", "bf16"] = "bf16"  # what matrices are multiplied in
 
     @property
     def compute_dtype(self) -> jnp.dtype:
