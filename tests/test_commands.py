@@ -1,0 +1,156 @@
+"""Every command that README, docs and configs show: understood by our own parser, its config loaded and checked.
+
+Those that cost little are run. A command with something left open (N, DIR, ..., [--option]) has its verb and the names of its
+options looked up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sharded_train import recipe
+from sharded_train.__main__ import _parsers, main
+from sharded_train.config import PREFIX, option_keys
+from sharded_train.verbs import VERBS, Verb
+
+ROOT = Path(__file__).parents[1]
+SOURCES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "configs").glob("*.py")),
+    *(path for path in sorted((ROOT / "launch").glob("*")) if path.is_file()),
+]
+COMMAND = re.compile(r"(?:^|[\s(`])(?:\.venv/bin/)?(?:sharded-train|python -m sharded_train) ([a-z]+\b[^`\n]*)")
+OPEN = re.compile(r"\.\.\.|\[|=[A-Z]+\b|\b[A-Z]{4,}\b|\$")  # something that a reader fills in
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+def commands(path: Path) -> Iterator[str]:
+    """What follows `sharded-train` in a file's commands, in code or among words, lines with a backslash joined."""
+    text = re.sub(r" *\\\n[ #]*", " ", path.read_text())
+    for line in text.splitlines():
+        for found in COMMAND.finditer(line):
+            shown = found[1].split("  #")[0].rstrip("|; ")
+            if shown.count(")") > shown.count("("):
+                shown = shown.removesuffix(")")
+            if shown.split()[0] in VERBS or "--" in shown:
+                yield shown
+
+
+SHOWN = [(path, command) for path in SOURCES for command in dict.fromkeys(commands(path))]
+WHOLE = [(path, command) for path, command in SHOWN if not OPEN.search(command)]
+NAMES = [f"{path.name}: {command}" for path, command in WHOLE]
+
+
+def of_verb(name: str) -> list[str]:
+    return list(dict.fromkeys(command for _, command in WHOLE if command.split()[0] == name and "--" in command))
+
+
+def check_recipe(args: argparse.Namespace, overrides: list[str], processes: int = 1) -> None:
+    """As far as can be told without the devices: those that the command names are taken as given."""
+    asked = recipe.load(args.config, overrides) if args.config else recipe.from_dict({}, overrides)
+    recipe.check(asked, None)
+    if cluster := getattr(args, "cluster", None):
+        hosts, devices = cluster.rpartition(":")[2].split("x")
+        recipe.check(asked, int(hosts) * int(devices))
+    elif getattr(args, "cpu_devices", None):
+        recipe.check(asked, processes * args.cpu_devices)
+
+
+@pytest.fixture
+def understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verbs load and check their config, and do nothing else; `launch` has its command understood."""
+
+    def instead(verb: Verb, processes: int) -> Verb:
+        def run(args: argparse.Namespace, overrides: list[str]) -> int:
+            if hasattr(args, "command") and args.command:
+                monkeypatch.setitem(VERBS, args.command[0], instead(VERBS[args.command[0]], args.processes))
+                return main(args.command)
+            if verb.has_config:
+                for more in getattr(args, "compare", None) or {"": []}:
+                    variant = (args.compare or {}).get(more, []) if hasattr(args, "compare") else []
+                    check_recipe(args, [*overrides, *variant], processes)
+            return 7
+
+        return dataclasses.replace(verb, run=run)
+
+    monkeypatch.chdir(ROOT)
+    for name, verb in list(VERBS.items()):
+        monkeypatch.setitem(VERBS, name, instead(verb, 1))
+
+
+@pytest.mark.usefixtures("understood")
+@pytest.mark.parametrize(("path", "command"), WHOLE, ids=NAMES)
+def test_it_is_understood(path: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(command, comments=True)
+    if len(words) == 1:
+        assert words[0] in VERBS, "no such verb"
+        return
+    assert main(words) == 7, capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("understood")
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_example_of_a_verb_is_understood(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(VERBS[verb].example)[1:]) == 7, capsys.readouterr().err
+
+
+def test_what_is_left_open_has_the_right_names() -> None:
+    _, parsers = _parsers()
+    keys = {re.sub(r"\.N\b", "", key) for key in option_keys(recipe.Recipe, PREFIX)}
+    wrong = []
+    for path, command in SHOWN:
+        verb, *rest = command.split()
+        if verb not in VERBS:
+            wrong.append(f"{path.name}: {verb}")
+            continue
+        known = {option for option in parsers[verb]._option_string_actions} | {"--help"}
+        if "--" in rest:  # launch: what it starts is another verb's
+            known |= {option for option in parsers["train"]._option_string_actions}
+        for option in re.findall(r"--[a-z][\w.-]*", " ".join(rest)):
+            is_key = option.startswith(f"--{PREFIX}.")
+            if not (option.removeprefix("--") in keys or option.endswith(".type") if is_key else option in known):
+                wrong.append(f"{path.name}: {verb} {option}")
+    assert not wrong
+
+
+@pytest.mark.parametrize("command", of_verb("schedule"))
+def test_schedules_are_drawn(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(command)) == 0
+
+
+@pytest.mark.parametrize("command", [command for command in of_verb("show") if "--cluster" in command])
+def test_what_is_shown_without_devices(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(shlex.split(command)) == 0
+    assert "tensor" in capsys.readouterr().out
+
+
+def test_targets_extras_and_programs_exist() -> None:
+    makefile, missing = (ROOT / "Makefile").read_text(), []
+    for path in SOURCES:
+        text = path.read_text()
+        code = "\n".join([*re.findall(r"`([^`\n]+)`", text), *re.findall(r"^```\w*\n(.*?)^```", text, re.M | re.S)])
+        for target in re.findall(r"^make ([a-z-]+)", code, flags=re.MULTILINE):
+            missing += [] if f"\n{target}:" in makefile else [f"{path.name}: make {target}"]
+        for program in re.findall(r"python (?:-m docs\.)?([\w./]+\.py)\b", text):
+            missing += [] if (ROOT / program).is_file() else [f"{path.name}: {program}"]
+        for extras in re.findall(r"(?:sharded-train|-e '?\.)\[([\w,]+)\]", text):
+            missing += [f"{path.name}: [{extra}]" for extra in extras.split(",") if extra not in EXTRAS]
+    assert not missing
+
+
+def test_this_finds_commands() -> None:
+    assert len(WHOLE) > 20
+    assert {command.split()[0] for _, command in SHOWN} == set(VERBS), "a verb that no page shows"
