@@ -1,7 +1,7 @@
 """Every command that README, docs and configs show: understood by our own parser, its config loaded and checked.
 
-Those that cost little are run. A command with something left open (N, DIR, ..., [--option]) has its verb and the names of its
-options looked up.
+Those that cost little are run. Of a command with something left open (N, DIR, ..., [--option]) verb and options are
+looked up.
 """
 
 from __future__ import annotations
