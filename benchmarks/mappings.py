@@ -23,7 +23,7 @@ import numpy as np
 from rich.console import Console
 
 from sharded_train import launch
-from sharded_train.flops import flops_of_step
+from sharded_train.flops import flops_of
 from sharded_train.mesh import hosts_of, resolve_sizes
 from sharded_train.recipe import Recipe, load
 from sharded_train.rehearse import clusters, hlo, timeline
@@ -81,14 +81,14 @@ def _outer(inner: str) -> tuple[str, ...]:
 
 def measured(name: str, compiled: Compiled, hosts: np.ndarray) -> Placed:
     """What the step of a program is when its devices stand on these hosts, an array of the mesh's shape."""
-    recipe, cluster = compiled.recipe, compiled.cluster
+    cluster = compiled.cluster
     places = Places(dict(zip(compiled.program.mesh.axis_names, hosts.shape, strict=True)), hosts)
     module = hlo.parse(compiled.text)
     pace = pace_of(compiled.program.pipe, module)
     found, unknown = collectives(module, places, pace)
     assert not unknown, unknown
     found = [dataclasses.replace(each, per_host=fewest_on_a_host(each, places)) for each in found]
-    model = flops_of_step(compiled.program.specs, recipe.train.global_batch_size, recipe.train.sequence_length)
+    model = flops_of(compiled.program)
     time = timeline.describe(module, cluster, found, model, "bf16", pace)
     return Placed(
         name,

@@ -195,7 +195,7 @@ def compiled(args: argparse.Namespace, overrides: Sequence[str]) -> list[dict[st
 def one(args: argparse.Namespace, overrides: Sequence[str], schedule: str, m: int) -> dict[str, Any]:
     """One compiled step, read."""
     from sharded_train import recipe
-    from sharded_train.flops import flops_of_step
+    from sharded_train.flops import flops_of
     from sharded_train.rehearse import clusters, hlo, timeline
     from sharded_train.rehearse.compile import compile_for
     from sharded_train.rehearse.pace import pace_of
@@ -220,7 +220,7 @@ def one(args: argparse.Namespace, overrides: Sequence[str], schedule: str, m: in
     found, unknown = collectives(module, Places.of(program.mesh))
     assert not unknown, unknown
     assert program.pipe is not None
-    flops = flops_of_step(program.specs, program.train.global_batch_size, program.train.sequence_length)
+    flops = flops_of(program)
     spent = timeline.describe(module, cluster, found, flops, "bf16", pace_of(program.pipe, module))
     plan, costs = program.pipe.schedule, program.pipe.costs
     return {

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sharded_train.ops import attention, cudnn, zigzag
+from sharded_train.ops import attention, cudnn, tiles, zigzag
 
 HEADS, KV_HEADS = 4, 2
+Backward = Callable[[attention.Attended], attention.Gradients]
 MOST = 0.02  # relative error of bf16 against fp32 with the same inputs; about 0.004 is rounding
 MOST_OF_LSE = 0.001  # that of the logsumexp is fp32
 
@@ -37,7 +38,7 @@ def check(head_dim: int, dtype: jnp.dtype, window: int | None = None, seq: int =
     """Small cases on the first local device, forward and backward, in some seconds; `RuntimeError` if one is wrong.
 
     One document a row; several, of a single token, of odd lengths, padding; more than the table holds, which must give
-    NaN; a `window`; pairs of chunks that share a document, or the half of one, or nothing.
+    NaN; a `window`; pairs of chunks that share a document, or the half of one, or nothing, whole and in a corner.
     """
     results = list(_results(head_dim, dtype, window, seq))
     if not all(result.right for result in results):
@@ -74,9 +75,11 @@ def _results(head_dim: int, dtype: jnp.dtype, window: int | None, seq: int) -> I
         ("pairs of chunks in one document", [chunk] * 4, [chunk] * 4),
         ("pairs that share a part, or nothing", [chunk, some, 1, 0], [1, some - 20, chunk, 0]),
     ):
-        sight = zigzag.Sight(jnp.bool_(True), jnp.int32(first), jnp.int32(last), jnp.full(4, chunk, jnp.int32))
+        sight = zigzag.Sight(jnp.bool_(True), jnp.int32(first), jnp.int32(last))
         got = _of_pairs(*args, sight, attention.Kernel("cudnn", None, 8))
         yield _compared(name, got, _of_pairs(*_fp32(args), sight, attention.Kernel("xla", None, 8)))
+        if window is not None:
+            yield _compared(f"{name}, in a corner", _of_corners(*args, sight), _of_tiles(*_fp32(args), sight))
 
 
 def _numbers(batch: int, seq: int, head_dim: int, dtype: jnp.dtype) -> list[jax.Array]:
@@ -101,12 +104,36 @@ def _of_rows(
 def _of_pairs(
     q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, sight: zigzag.Sight, kernel: attention.Kernel
 ) -> tuple[jax.Array, ...]:
+    back = lambda x: zigzag.pair_backward(x, d_out, sight, kernel)
+    return _with_gradients(q, k, v, zigzag.pair_forward(q, k, v, sight, kernel), back)
+
+
+@jax.jit
+def _of_corners(
+    q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, sight: zigzag.Sight
+) -> tuple[jax.Array, ...]:
+    back = lambda x: cudnn.corner_backward(x, d_out, sight.rows, sight.keys)
+    return _with_gradients(q, k, v, cudnn.corner_forward(q, k, v, sight.rows, sight.keys), back)
+
+
+@jax.jit
+def _of_tiles(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, sight: zigzag.Sight) -> tuple[jax.Array, ...]:
+    """The same by plain XLA: query t sees keys from t on, of those that it sees at all."""
+    at, of = jnp.arange(q.shape[1]), lambda x: x[:, None, None]
+    seen = (at[:, None] <= at) & (at[:, None] < of(sight.rows)) & (at >= q.shape[1] - of(sight.keys))
+    visible, every = lambda rows, keys: seen[:, rows, keys], list(tiles.whole_tiles(q.shape[1], q.shape[1]))
+    back = lambda x: tiles.tiled_backward(x, d_out, every, visible)
+    return _with_gradients(q, k, v, tiles.tiled_forward(q, k, v, every, visible), back)
+
+
+def _with_gradients(
+    q: jax.Array, k: jax.Array, v: jax.Array, made: tuple[jax.Array, jax.Array], backward: Backward
+) -> tuple[jax.Array, ...]:
     """The gradients as if each query had seen other keys too."""
-    out, lse = zigzag.pair_forward(q, k, v, sight, kernel)
+    out, lse = made
     seen = lse > -1e29
     out, lse = jnp.where(seen.swapaxes(1, 2)[..., None], out, 0), jnp.where(seen, lse, 0)
-    x = attention.Attended(q, k, v, out, jnp.logaddexp(lse, 0))
-    return out, lse, *zigzag.pair_backward(x, d_out, sight, kernel)
+    return out, lse, *backward(attention.Attended(q, k, v, out, jnp.logaddexp(lse, 0)))
 
 
 def _compared(case: str, got: tuple[jax.Array, ...], want: tuple[jax.Array, ...]) -> Result:

@@ -60,17 +60,17 @@ def own_part(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, axis_index(axis) * part, part, dim)
 
 
-def pass_on(x: jax.Array, axis: str) -> jax.Array:
-    """Round the ring: every device gets what the one before it on the axis has.
+def pass_on(x: jax.Array, axis: str, by: int = 1) -> jax.Array:
+    """Round the ring: every device gets what the one `by` places before it on the axis has.
 
     Over a pipeline this stands in a branch that the devices of one stage take. XLA's CPU back end waits at a
     permutation for every device of the mesh, and for a gather only for those of the group: there it is one.
     """
     size = axis_size(axis)
-    permuted = lambda x: lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
+    permuted = lambda x: lax.ppermute(x, axis, [(i, (i + by) % size) for i in range(size)])
     if not _in_a_stage():
         return permuted(x)
-    before = lambda x: lax.all_gather(x, axis)[(axis_index(axis) - 1) % size]
+    before = lambda x: lax.all_gather(x, axis)[(axis_index(axis) - by) % size]
     return lax.platform_dependent(x, cpu=before, default=permuted)  # type: ignore[no-any-return]
 
 

@@ -39,6 +39,7 @@ MODELS = {
         tied_embedding=True, dropout=0.25, vocab_size=97,
     ),
     "shallow": dataclasses.replace(SMALL, num_layers=1),
+    "windows": dataclasses.replace(SMALL, num_layers=5, num_kv_heads=2, attention_windows=(5, 0)),
     "deep": dataclasses.replace(SMALL, num_layers=7, num_kv_heads=2, tied_embedding=True, dropout=0.1),
 }  # fmt: skip
 

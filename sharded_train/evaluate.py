@@ -61,7 +61,7 @@ def validate(program: Program, weights: Tree, data: TextData, recipe: Recipe) ->
         num_threads=recipe.data.read_threads,
         num_batches=recipe.evaluate.num_batches,
         token_order=program.token_order,
-        max_documents=program.max_documents,
+        max_documents=program.attending.max_documents,
     ) as batches:
         for batch in batches:
             loss, bytes_ = jax.device_get(program.eval_step(weights, Batch(**batch), token_bytes))

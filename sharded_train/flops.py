@@ -5,7 +5,8 @@ activation functions, softmax and the optimizer. Forward, per row of T tokens,
 
 - a product by a matrix of N entries: 2 N T;
 - attention: 2 H D for a query meeting a key and 2 H D for its value, over the T (T + 1) / 2 pairs that the causal mask
-  lets through, in each layer of H heads of size D. Documents packed into one row count as one;
+  lets through, in each layer of H heads of size D; of a window of W < T keys over T W - W (W - 1) / 2. Documents packed
+  into one row count as one;
 - the head: 2 V E T; looking a token up in the embedding is no product, a tied embedding is the head.
 
 Backward is twice that: a gradient for each of the two factors. Without attention this is the "6 N tokens" of Kaplan et
@@ -18,7 +19,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from sharded_train.ops.attention import Windows, pairs_seen
 from sharded_train.params import ParamSpec, Tree, named_leaves
+from sharded_train.step import Program
 
 CONVENTION = "model FLOPs: backward twice the forward, causal attention counted once, nothing for recomputation"
 
@@ -39,13 +42,18 @@ class Flops:
         return self.total / self.num_tokens
 
 
-def flops_of_step(specs: Tree, num_rows: int, sequence_length: int) -> Flops:
-    """FLOPs of a step over `num_rows` rows of `sequence_length` tokens.
+def flops_of(program: Program) -> Flops:
+    """FLOPs of a program's step."""
+    train = program.train
+    return flops_of_step(program.specs, train.global_batch_size, train.sequence_length, program.model.layer_windows)
+
+
+def flops_of_step(specs: Tree, num_rows: int, sequence_length: int, windows: Windows | None = None) -> Flops:
+    """FLOPs of a step over `num_rows` rows of `sequence_length` tokens; `windows` of each layer, without them all keys.
 
     Kinds are the groups of the tree ("layers/attention", "layers/mlp"), "attention scores" and "head".
     """
     num_tokens = num_rows * sequence_length
-    pairs = num_rows * sequence_length * (sequence_length + 1) // 2
     forward: dict[str, int] = {}
     for name, spec in named_leaves(specs):
         if not spec.is_matrix or {"vocab", "position"} & set(spec.axes):
@@ -53,7 +61,8 @@ def flops_of_step(specs: Tree, num_rows: int, sequence_length: int) -> Flops:
         group = name.rpartition("/")[0] or name
         forward[group] = forward.get(group, 0) + 2 * spec.size * num_tokens
         if _ends_attention(spec):
-            width = spec.size // spec.shape[-1]  # layers x heads x head_dim
+            width = spec.size // (spec.shape[0] * spec.shape[-1])  # heads x head_dim
+            pairs = num_rows * sum(pairs_seen(sequence_length, window) for window in windows or [None] * spec.shape[0])
             forward["attention scores"] = forward.get("attention scores", 0) + 4 * width * pairs
     vocabulary = [spec.size for _, spec in named_leaves(specs) if "vocab" in spec.axes]
     assert len(set(vocabulary)) == 1, vocabulary  # one matrix that is embedding and head, or one for each

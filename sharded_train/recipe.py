@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from sharded_train import config, config_file, recipe_checks, recipe_pipeline, recipe_warnings
+from sharded_train import config, config_file, recipe_attention, recipe_checks, recipe_pipeline, recipe_warnings
 from sharded_train.checkpoint.config import CheckpointConfig
 from sharded_train.data.config import DataConfig
 from sharded_train.errors import ConfigError
@@ -81,6 +81,7 @@ def check(recipe: Recipe, num_devices: int | None) -> None:
     problems += recipe_checks.out_of_range(recipe)
     problems += recipe_checks.contradictions(recipe)
     problems += recipe_checks.indivisible(recipe, sizes, num_devices)
+    problems += recipe_attention.problems(recipe)
     problems += recipe_pipeline.problems(recipe, sizes)
     if problems:
         raise ConfigError(problems)

@@ -69,7 +69,9 @@ def pipe_of(recipe: Recipe, num_stages: int) -> Pipeline:
 
 @functools.lru_cache(maxsize=8)
 def _pipe(model: DecoderConfig, config: PipelineConfig, p: int, m: int, sequence_length: int, remat: bool) -> Pipeline:
-    return pipeline_of(config, param_specs(model), p, m, sequence_length=sequence_length, remat=remat)
+    return pipeline_of(
+        config, param_specs(model), p, m, sequence_length=sequence_length, remat=remat, windows=model.windows
+    )
 
 
 def one_chunk_of(recipe: Recipe, pipe: Pipeline) -> Pipeline:

@@ -23,7 +23,7 @@ from sharded_train import __version__
 from sharded_train.data.prepare import TextData
 from sharded_train.peak import Peak
 from sharded_train.recipe import Recipe
-from sharded_train.show_tables import WIDTH, bytes_in_words, flops_in_words, pipeline_title
+from sharded_train.show_tables import WIDTH, attention_in_words, bytes_in_words, flops_in_words, pipeline_title
 
 
 def console_of_process() -> Console:
@@ -89,8 +89,9 @@ def _rows(
     begins = f"goes on from step {start:,}" if start else f"begins with seed {train.seed}"
     yield "run", f"{train.num_steps:,} steps = {train.num_steps * tokens:,} tokens = {epochs}; {begins}"
     yield from pipeline_rows(facts["pipeline"])
+    yield "attention", attention_in_words(facts["attention"])
     if facts["context"]:
-        yield "attention", "over the sequence axis by {strategy}: {why}".format(**facts["context"])
+        yield "  sequence", "over the sequence axis by {strategy}: {why}".format(**facts["context"])
     yield "MFU", f"{flops_in_words(facts['flops_per_step_total'])} a step / time / peak; {facts['flops_convention']}"
     yield "peak", peak.words
 

@@ -7,6 +7,7 @@ What is listed for the step comes on top of it; activations and the compiler's o
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from json import dumps
 from typing import Any, cast
@@ -15,7 +16,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from sharded_train import params
-from sharded_train.flops import CONVENTION, flops_of_step
+from sharded_train.attending import Attending
+from sharded_train.flops import CONVENTION, flops_of
 from sharded_train.mesh import hosts_of, layout, links, stand_ins
 from sharded_train.mesh_picture import draw_mesh
 from sharded_train.recipe import Recipe, check, program_on, warnings_of
@@ -51,7 +53,8 @@ def describe(recipe: Recipe, devices: Sequence[Any]) -> dict[str, Any]:
     totals = {kind: sum(p["bytes"][kind] for p in parameters) for kind in parameters[0]["bytes"]}
     state = {kind: totals[kind] for kind in ("master_weights", "moments", "averaged_weights") if kind in totals}
     held = sum(bytes_held(leaf) for leaf in jax.tree.leaves(program.abstract_state))
-    flops = flops_of_step(program.specs, recipe.train.global_batch_size, recipe.train.sequence_length)
+    flops = flops_of(program)
+    attending = program.attending_on(array.flat[0].platform, links(array, names)["sequence"])
     return {
         "mesh": mesh_facts(array, names),
         "zero_stage": recipe.zero.stage,
@@ -60,7 +63,8 @@ def describe(recipe: Recipe, devices: Sequence[Any]) -> dict[str, Any]:
         "num_parameters": params.count(program.specs),
         "num_layers": recipe.model.num_layers,
         "pipeline": None if program.pipe is None else describe_pipeline(recipe, program, parameters),
-        "context": _context(program),
+        "attention": _attention(attending),
+        "context": _context(attending),
         "parameters": parameters,
         "state_bytes": {**state, "counters": held - sum(state.values())},
         "state_bytes_total": held,
@@ -74,11 +78,17 @@ def describe(recipe: Recipe, devices: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _context(program: Program) -> dict[str, str] | None:
+def _attention(attending: Attending) -> dict[str, Any]:
+    """What computes attention, and in how many layers a query sees how many keys (None: all)."""
+    layers = Counter(attending.model.layer_windows)
+    return {"by": attending.implementation, "layers": [[window, n] for window, n in layers.items()]}
+
+
+def _context(attending: Attending) -> dict[str, str] | None:
     """How attention works over the sequence axis; None where every device has whole rows."""
-    if program.plan.sizes["sequence"] == 1:
+    if attending.sizes["sequence"] == 1:
         return None
-    strategy, why = program.context
+    strategy, why = attending.context
     return {"strategy": strategy, "why": why}
 
 

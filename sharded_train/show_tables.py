@@ -35,6 +35,7 @@ def print_facts(facts: Mapping[str, Any], picture: str, console: Console | None 
         console.print()
 
     put("Mesh", picture, "", links_table(facts["mesh"]))
+    put("Attention", attention_in_words(facts["attention"]))
     if facts["context"]:
         put("Attention over the sequence axis", "{strategy}: {why}".format(**facts["context"]))
     put("Parameters", _parameters(facts))
@@ -45,6 +46,16 @@ def print_facts(facts: Mapping[str, Any], picture: str, console: Console | None 
     put("Work", _work(facts), facts["flops_convention"])
     if facts["warnings"]:
         put("Warnings", *facts["warnings"])
+
+
+def attention_in_words(attention: Mapping[str, Any]) -> str:
+    """What computes it, and how much of a row it sees."""
+    by = {"cudnn": "cuDNN's flash attention", "xla": "plain XLA, in tiles"}[attention["by"]]
+    several = len(attention["layers"]) > 1
+    keys = lambda window: "all keys" if window is None else f"a window of {window:,} keys"
+    layers = lambda n: f" in {n} layer{'s' * (n > 1)}" if several else ""
+    seen = [keys(window) + layers(n) for window, n in attention["layers"]]
+    return f"{by}; causal, over {' and '.join(seen)}"
 
 
 def bytes_in_words(n: int) -> str:

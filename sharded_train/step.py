@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharded_train import gpu_flags, params
+from sharded_train.attending import Attending
 from sharded_train.gradients import loss_and_grads
 from sharded_train.in_order import in_order
 from sharded_train.local import AttentionConfig, Batch, Local, Loss, TrainConfig
+from sharded_train.mesh import Link, links
 from sharded_train.models import decoder
-from sharded_train.ops import attention as ops
 from sharded_train.ops import zigzag
-from sharded_train.ops.context import Strategy, cheapest, context_attention
 from sharded_train.optimizer import Optimizer, Schedule, learning_rate
 from sharded_train.optimizer.state import TrainState, is_slot, slots_of, update
 from sharded_train.params import Tree
@@ -54,9 +54,14 @@ class Program:
         return decoder.param_specs(self.model)
 
     @functools.cached_property
-    def implementation(self) -> Literal["xla", "cudnn"]:
-        """Of attention, on this mesh's devices."""
-        return ops.choose(self.model.attention, self.platform, self.model.dim_per_head, self.precision.compute_dtype)
+    def attending(self) -> Attending:
+        """Which attention it has on this mesh's devices."""
+        return self.attending_on(self.platform, links(self.mesh.devices, self.mesh.axis_names)["sequence"])
+
+    def attending_on(self, platform: str, link: Link) -> Attending:
+        """The same where the mesh's devices are not there: their platform, and what the sequence axis runs over."""
+        length, dtype = self.train.sequence_length, self.precision.compute_dtype
+        return Attending(self.model, self.attention, length, dtype, self.plan.sizes, platform, link)
 
     @functools.cached_property
     def batch_sharding(self) -> NamedSharding:
@@ -84,32 +89,7 @@ class Program:
         """What one device computes; its methods are for inside `jax.shard_map`."""
         dtype = self.precision.compute_dtype
         overlap = self.platform == "gpu" if self.train.overlap is None else self.train.overlap
-        return Local(self.model, self.plan, dtype, self._attend, self.train, overlap)
-
-    @property
-    def _attend(self) -> decoder.Attend:
-        kernel: dict[str, Any] = {
-            "implementation": self.implementation,
-            "max_documents": self.attention.max_documents,
-        }
-        if self.plan.sizes["sequence"] == 1:
-            return functools.partial(ops.attention, **kernel)
-        return functools.partial(context_attention, strategy=self.context[0], **kernel)
-
-    @property
-    def max_documents(self) -> int | None:
-        """How many documents a row may hold; None: any number."""
-        return self.attention.max_documents if self.implementation == "cudnn" else None
-
-    @functools.cached_property
-    def context(self) -> tuple[Strategy, str]:
-        """How attention works over the sequence axis, and why: unless something is asked for, what sends less."""
-        if self.attention.context != "auto":
-            return self.attention.context, "attention.context asks for it"
-        model, tensor = self.model, self.plan.sizes["tensor"]
-        heads, kv_heads = model.num_heads // tensor, max(1, model.kv_heads // tensor)
-        size = (self.train.sequence_length, heads, kv_heads, model.dim_per_head)
-        return cheapest(self.plan.sizes["sequence"], *size, self.precision.compute_dtype.itemsize)
+        return Local(self.model, self.plan, dtype, self.attending.attend, self.train, overlap)
 
     @property
     def platform(self) -> str:
@@ -309,6 +289,7 @@ def build_program(
             train.num_microbatches,
             sequence_length=train.sequence_length,
             remat=train.remat == "full",
+            windows=model.windows,
         )
         specs = pipe.staged_specs(specs)
     return Program(model, mesh, plan_of(specs, sizes, zero), precision, optimizer, schedule, train, pipe, attention)

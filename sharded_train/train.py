@@ -155,8 +155,9 @@ def _begin(
     """
     startup = report.StartUp()
     program = assemble.program_of(recipe)
-    if program.implementation == "cudnn":
-        attention_check.check(recipe.model.dim_per_head, recipe.precision.compute_dtype)
+    if program.attending.implementation == "cudnn":
+        window = min(filter(None, recipe.model.windows), default=None)
+        attention_check.check(recipe.model.dim_per_head, recipe.precision.compute_dtype, window)
     group = everyone()
     lock = stack.enter_context(WorkdirLock(workdir))
     with group.shared_errors():
@@ -274,7 +275,7 @@ def _batches(run: Run) -> Loader:
         num_threads=run.recipe.data.read_threads,
         num_epochs=run.recipe.data.num_epochs,
         token_order=run.program.token_order,
-        max_documents=run.program.max_documents,
+        max_documents=run.program.attending.max_documents,
     )
 
 

@@ -56,23 +56,29 @@ def logits(model: DecoderConfig, weights: Tree, batch: Batch) -> jax.Array:
     x = weights["embedding"][batch.tokens]
     if model.positions == "learned":
         x = x + weights["positions"][batch.positions]
-    mask = may_see(np.asarray(batch.segments))
+    masks = [may_see(np.asarray(batch.segments), window or 0) for window in model.layer_windows]
     for i in range(model.num_layers):
         attention, mlp = (jax.tree.map(lambda w, i=i: w[i], weights["layers"][name]) for name in ("attention", "mlp"))
-        x = x + attend(model, normalize(model, x, attention["norm"]), attention, batch.positions, mask)
+        x = x + attend(
+            model,
+            normalize(model, x, attention["norm"]),
+            attention,
+            batch.positions,
+            masks[i],
+        )
         x = x + feed_forward(model, normalize(model, x, mlp["norm"]), mlp)
     x = normalize(model, x, weights["final_norm"])
     return x @ weights["embedding" if model.tied_embedding else "head"].T
 
 
-def may_see(segments: np.ndarray) -> np.ndarray:
-    """`[rows, query, key]`: an earlier token, or the same one, of the same document."""
+def may_see(segments: np.ndarray, window: int = 0) -> np.ndarray:
+    """`[rows, query, key]`: an earlier token, or the same one, of the same document; of the last `window`, if not 0."""
     rows, seq = segments.shape
     mask = np.zeros((rows, seq, seq), bool)
     for row in range(rows):
         for query in range(seq):
             for key in range(query + 1):
-                mask[row, query, key] = segments[row, query] == segments[row, key]
+                mask[row, query, key] = segments[row, query] == segments[row, key] and not 0 < window <= query - key
     return mask
 
 

@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharded_train import compat, launch
-from sharded_train.ops import context
+from sharded_train.ops import context, context_cost
 from sharded_train.ops.saved import SAVED
-from sharded_train.rehearse import clusters, hlo, wires
+from sharded_train.rehearse import clusters, computed, hlo, wires
 from tests.test_context import with_gradients
 
 pytestmark = pytest.mark.skipif(
@@ -32,10 +32,10 @@ def mesh_of(size: int) -> Mesh:
 
 
 @functools.cache
-def compiled(strategy: context.Strategy, size: int) -> tuple[Any, Mesh]:
+def compiled(strategy: context_cost.Strategy, size: int, window: int | None = None) -> tuple[Any, Mesh]:
     """Output and gradients of one layer's attention, a row on each group of devices."""
     mesh, spec = mesh_of(size), P("data", "sequence")
-    fn = functools.partial(context.context_attention, implementation="cudnn", strategy=strategy)
+    fn = functools.partial(context.context_attention, implementation="cudnn", strategy=strategy, windows=(window,))
     run = jax.shard_map(with_gradients(fn), mesh=mesh, in_specs=(spec,) * 5, out_specs=(spec,) * 4)
     of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
     rows = 8 // size
@@ -78,13 +78,34 @@ def test_every_hop_of_the_ring_hides_behind_a_product() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
-def test_nothing_has_two_dims_of_a_row(strategy: context.Strategy) -> None:
+def test_nothing_has_two_dims_of_a_row(strategy: context_cost.Strategy) -> None:
     """Nor a part of it by a part of it, which is what a mask of documents would be."""
     program, _ = compiled(strategy, 4)
     shapes = {shape.dims for shape in hlo.shapes_in(program.as_text())}
     parts = {SEQ, SEQ // 4, SEQ // 8}
     assert any(SEQ // 4 in dims for dims in shapes)
     assert not [dims for dims in shapes if sum(dim in parts for dim in dims) > 1]
+
+
+@pytest.mark.parametrize("window", [1024, 6000])
+def test_a_window_is_cudnn_s_and_only_its_keys_are_sent(window: int) -> None:
+    """Of chunks of 2048 tokens: the chunk's own keys, a corner, and between them the keys that every query sees."""
+    program, mesh = compiled("ring", 4, window)
+    text, calls = program.as_text(), 2 if window < 2048 else 3
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == calls
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == calls
+    assert text.count(f'"sliding_window_length": {window}') == (2 if window < 2048 else 0)
+    found, unknown = wires.collectives(hlo.parse(text), wires.Places.of(mesh))
+    assert not unknown
+    sent = sum(one.wire_bytes * one.times for one in found if "s32" not in one.dtype)
+    shape = context_cost.Shape(4, SEQ, HEADS, KV_HEADS, DIM, 2)
+    forward, backward = context_cost.wire_bytes("ring", shape, window)
+    # In a program by itself XLA keeps what the forward pass received, and sends in bf16 what was fp32 for no sum.
+    assert 2 * forward <= sent <= forward + backward
+    products = [product for each in computed.count(hlo.parse(text)) for product in each.work.products]
+    shown = sum(product.flops - product.hidden for product in products)
+    # Each query of every device with as many keys, at a row's beginning too: two products forward, five back.
+    assert shown == 2 * (2 + 5) * DIM * HEADS * (SEQ // 4) * window
 
 
 def test_memory_of_the_ring_falls_with_the_devices() -> None:

@@ -158,7 +158,7 @@ def test_plain_attention_is_the_model_and_scores_again_and_the_corners_of_tiles(
 
     def layer(q: jax.Array) -> jax.Array:
         with jax.named_scope("attention"):
-            return attention.attention(q, q, q, jnp.zeros((2, 256), jnp.int32), "xla", window=window)
+            return attention.attention(q, q, q, jnp.zeros((2, 256), jnp.int32), "xla", windows=(window,))
 
     def loss(q: jax.Array) -> jax.Array:
         return (layer(q) if layers == 1 else lax.scan(lambda q, _: (layer(q), None), q, None, layers)[0]).sum()
@@ -167,7 +167,7 @@ def test_plain_attention_is_the_model_and_scores_again_and_the_corners_of_tiles(
     module = hlo.parse(compiled.as_text() or "")
     scores = layers * 3 * 2 * 2 * D * PAIRS
     section = computed.describe(module, Flops({"attention scores": scores}, 2 * 256), "f32")
-    tiles = layers * 2 * D * 2 * 4 * 128 * (128 + (256 if window is None else 227))
+    tiles = layers * 2 * D * 2 * 4 * 128 * (128 + 256 if window is None else 2 * 227)
     again = tiles if layers > 1 else 0
     assert section["products"] == 6 * tiles + again
     assert section["explained"][computed.AGAIN] == again

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from sharded_train.ops import attention, context, zigzag
+from sharded_train.ops import attention, context, context_cost, tiles, zigzag
 from sharded_train.rehearse import hlo, wires
 
 STRATEGIES = ("all_gather", "ring", "ulysses")
@@ -58,20 +58,20 @@ def mesh_of(size: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:size]), ("sequence",))
 
 
-def split(size: int, strategy: context.Strategy, window: int | None = None, kernel: Any = "xla") -> Any:
+def split(size: int, strategy: context_cost.Strategy, window: int | None = None, kernel: Any = "xla") -> Any:
     """Output and gradients in the zigzag, jitted."""
-    fn = functools.partial(context.context_attention, implementation=kernel, strategy=strategy, window=window)
+    fn = functools.partial(context.context_attention, implementation=kernel, strategy=strategy, windows=(window,))
     run = jax.shard_map(with_gradients(fn), mesh=mesh_of(size), in_specs=(SPEC,) * 5, out_specs=(SPEC,) * 4)
     return jax.jit(run)
 
 
-def on_devices(size: int, strategy: context.Strategy, args: list[Any], **settings: Any) -> list[np.ndarray]:
+def on_devices(size: int, strategy: context_cost.Strategy, args: list[Any], **settings: Any) -> list[np.ndarray]:
     arranged = [zigzag.arrange(np.asarray(x), size) for x in args]
     return [zigzag.undo(np.asarray(x), size) for x in split(size, strategy, **settings)(*arranged)]
 
 
 def on_one_device(args: list[Any], window: int | None = None) -> list[np.ndarray]:
-    fn = functools.partial(attention.attention, implementation="xla", window=window)
+    fn = functools.partial(attention.attention, implementation="xla", windows=(window,))
     return [np.asarray(x) for x in jax.jit(with_gradients(fn))(*args)]
 
 
@@ -91,7 +91,7 @@ def test_the_zigzag_gives_each_device_an_early_and_a_late_chunk() -> None:
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_output_and_gradients_are_those_of_one_device(
-    strategy: context.Strategy, size: int, segments: np.ndarray
+    strategy: context_cost.Strategy, size: int, segments: np.ndarray
 ) -> None:
     args = [*arrays(segments), segments]
     for got, want in zip(on_devices(size, strategy, args), on_one_device(args), strict=True):
@@ -100,7 +100,7 @@ def test_output_and_gradients_are_those_of_one_device(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_kv_head_and_a_head_each(strategy: context.Strategy) -> None:
+def test_one_kv_head_and_a_head_each(strategy: context_cost.Strategy) -> None:
     """Of few kv heads ulysses makes copies, whose gradients are summed."""
     for heads, kv_heads in ((4, 1), (4, 4)):
         args = [*arrays(PACKED, heads, kv_heads), PACKED]
@@ -109,23 +109,22 @@ def test_one_kv_head_and_a_head_each(strategy: context.Strategy) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_chunks_of_several_tiles(strategy: context.Strategy) -> None:
+def test_chunks_of_several_tiles(strategy: context_cost.Strategy) -> None:
     segments = rows((300, 301, 777, 1000), seq=1024)
-    assert len(list(attention.whole_tiles(256, 256))) == 2
+    assert len(list(tiles.whole_tiles(256, 256))) == 2
     args = [*arrays(segments, 2, 1), segments]
     for got, want in zip(on_devices(2, strategy, args), on_one_device(args), strict=True):
         assert relative(got, want) < 2e-6
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_windows(strategy: context.Strategy) -> None:
-    """Shorter than a chunk, than two devices' part, and longer than any document."""
-    for window in (3, 20, SEQ):
-        args = [*arrays(PACKED), PACKED]
-        want = on_one_device(args, window)
-        assert relative(want[0], plain(args[0], args[1], args[2], PACKED, window)) < 2e-6
-        for got, expected in zip(on_devices(4, strategy, args, window=window), want, strict=True):
-            assert relative(got, expected) < 2e-6
+@pytest.mark.parametrize(("strategy", "window"), [*(("ring", w) for w in (3, 8, 9, 30, SEQ - 1)), ("ulysses", 9)])
+def test_windows(strategy: context_cost.Strategy, window: int) -> None:
+    """Shorter than a chunk of 8, just as long, one longer; over several chunks; almost the row."""
+    args = [*arrays(PACKED), PACKED]
+    want = on_one_device(args, window)
+    assert relative(want[0], plain(args[0], args[1], args[2], PACKED, window)) < 2e-6
+    for got, expected in zip(on_devices(4, strategy, args, window=window), want, strict=True):
+        assert relative(got, expected) < 2e-6
 
 
 def plain(q: Any, k: Any, v: Any, segments: np.ndarray, window: int) -> np.ndarray:
@@ -140,7 +139,7 @@ def plain(q: Any, k: Any, v: Any, segments: np.ndarray, window: int) -> np.ndarr
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bf16_is_rounded_as_on_one_device(strategy: context.Strategy) -> None:
+def test_bf16_is_rounded_as_on_one_device(strategy: context_cost.Strategy) -> None:
     args = [*arrays(PACKED, dtype=jnp.bfloat16), PACKED]
     exact = on_one_device([*(x.astype(jnp.float32) for x in args[:4]), PACKED])
     for got, one, want in zip(on_devices(4, strategy, args), on_one_device(args), exact, strict=True):
@@ -148,18 +147,31 @@ def test_bf16_is_rounded_as_on_one_device(strategy: context.Strategy) -> None:
         assert relative(got, want) < max(1.5 * relative(one, want), 4e-3)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_nothing_is_seen_of_later_tokens_or_other_documents(strategy: context.Strategy) -> None:
+def test_many_tiles_of_a_window_are_one() -> None:
+    """A loop over tiles of 128 queries on one device and of 64 on two, documents crossing them."""
+    segments = rows((300, 301, 777, 1000), seq=1024)
+    args = [*arrays(segments, 2, 1), segments]
+    want = on_one_device(args, 100)
+    assert relative(want[0], plain(args[0], args[1], args[2], segments, 100)) < 2e-6
+    for got, expected in zip(on_devices(8, "ring", args, window=100), want, strict=True):
+        assert relative(got, expected) < 2e-6
+
+
+@pytest.mark.parametrize(("strategy", "window"), [*((s, None) for s in STRATEGIES), ("ring", 12)])
+def test_nothing_is_seen_of_later_tokens_or_other_documents(
+    strategy: context_cost.Strategy, window: int | None
+) -> None:
     """The gradient of one token's output is exactly zero by every key that it may not see, and not by those it may."""
     q, k, v, _ = arrays(PACKED)
-    size, run = 4, split(4, strategy)
+    size, run = 4, split(4, strategy, window)
     arranged = [zigzag.arrange(np.asarray(x), size) for x in (q, k, v, PACKED)]
     for token in (0, 1, 29, 30, 60, 61, 63):
         d_out = np.zeros(q.shape, np.float32)
         d_out[:, token] = np.random.default_rng(1).normal(size=d_out[:, token].shape)
         out = run(*arranged[:3], zigzag.arrange(d_out, size), arranged[3])
         _, d_q, d_k, d_v = (zigzag.undo(np.asarray(x), size) for x in out)
-        sees = (np.arange(SEQ) <= token) & (PACKED[:, token : token + 1] == PACKED)
+        behind = token - np.arange(SEQ)
+        sees = (behind >= 0) & (behind < (window or SEQ)) & (PACKED[:, token : token + 1] == PACKED)
         alone = sees.sum(1) == 1  # its one key's score changes nothing, but for rounding
         assert ((np.abs(d_v).sum((2, 3)) > 0) == sees).all()
         assert ((np.abs(d_k).sum((2, 3)) > 0) <= sees).all()
@@ -167,9 +179,11 @@ def test_nothing_is_seen_of_later_tokens_or_other_documents(strategy: context.St
         assert not np.delete(d_q, token, 1).any()
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_wires_carry_what_the_formula_says(strategy: context.Strategy, size: int) -> None:
+WIRES = [*((s, n, None) for s in STRATEGIES for n in (2, 4, 8)), ("ring", 8, 6), ("all_gather", 4, 23)]
+
+
+@pytest.mark.parametrize(("strategy", "size", "window"), WIRES)
+def test_wires_carry_what_the_formula_says(strategy: context_cost.Strategy, size: int, window: int | None) -> None:
     """Two layers in a scan: in one program by itself XLA would take for the backward pass what the forward pass got.
 
     What tells documents apart is left out on both sides.
@@ -178,7 +192,7 @@ def test_wires_carry_what_the_formula_says(strategy: context.Strategy, size: int
     def layers(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
         def layer(q: jax.Array, _: None) -> tuple[jax.Array, None]:
             few = q[:, :, :KV_HEADS]
-            return context.context_attention(q, k + few, v - few, segments, "xla", strategy), None
+            return context.context_attention(q, k + few, v - few, segments, "xla", strategy, windows=(window,)), None
 
         return jax.lax.scan(layer, q, length=2)[0]
 
@@ -189,12 +203,11 @@ def test_wires_carry_what_the_formula_says(strategy: context.Strategy, size: int
     found, unknown = wires.collectives(hlo.parse(text), wires.Places.of(mesh_of(size)))
     assert not unknown
     sent = sum(one.wire_bytes * one.times for one in found if "s32" not in one.dtype)
-    assert sent == 2 * sum(context.wire_bytes(strategy, size, len(PACKED), SEQ, HEADS, KV_HEADS, DIM, 4))
+    shape = context_cost.Shape(size, SEQ, HEADS, KV_HEADS, DIM, 4)
+    assert sent == 2 * len(PACKED) * sum(context_cost.wire_bytes(strategy, shape, window))
 
 
 def test_what_cannot_be_split_is_refused() -> None:
     args = [*arrays(PACKED, 4, 2), PACKED]
     with pytest.raises(ValueError, match=r"mesh\.sequence = 8 does not divide the 4 heads .* or sequence = 4"):
         on_devices(8, "ulysses", args)
-    with pytest.raises(ValueError, match=r"a window of 8 keys.*Use ulysses"):
-        on_devices(2, "ring", args, window=8, kernel="cudnn")

@@ -98,8 +98,21 @@ def test_documents_as_starts_and_lengths(
 ) -> None:
     monkeypatch.setattr(cudnn, "packs", lambda: packs)
     args = [*arrays(segments), segments]
-    for got, want in zip(by_cudnn(args, **settings), on_one_device(args, settings.get("window")), strict=True):
+    window = settings.get("window")
+    given = {"windows": (window,), **{key: n for key, n in settings.items() if key != "window"}}
+    for got, want in zip(by_cudnn(args, **given), on_one_device(args, window), strict=True):
         assert relative(got, want) < 2e-6
+
+
+@pytest.mark.usefixtures("_stand_in")
+@pytest.mark.parametrize("window", [1, 5, 8, 9, 20, 63])
+def test_a_window_is_the_chunk_a_rectangle_and_a_corner(window: int) -> None:
+    """Of chunks of 8: within one, just one, over several, almost the row; at 1 there is nothing to send."""
+    args = [*arrays(PACKED), PACKED]
+    for got, want in zip(
+        on_devices(4, "ring", args, window=window, kernel="cudnn"), on_one_device(args, window), strict=True
+    ):
+        assert np.abs(got - want).max() < 2e-6 * max(1, np.abs(want).max())
 
 
 @pytest.mark.usefixtures("_stand_in")
@@ -132,7 +145,7 @@ def test_starts_count_numbers_and_32_bits_of_them() -> None:
 @pytest.mark.usefixtures("_stand_in")
 def test_the_check_passes_what_is_right() -> None:
     results = attention_check.check(16, jnp.dtype(jnp.bfloat16), window=100, seq=128)
-    assert len(results) == 7
+    assert len(results) == 9
     assert all(result.right for result in results)
 
 
@@ -161,12 +174,27 @@ def drops_a_gradient(direction: str, operands: Any, **settings: Any) -> Any:
     return result if direction == "fwd" else (*result[:2], result[2] * 1.05)
 
 
-@pytest.mark.parametrize("broken", [forgets_documents, rounds_the_logsumexp, reads_the_query_s_heads, drops_a_gradient])
+def hides_nothing_in_a_corner(direction: str, operands: Any, *, mask_type: str, **settings: Any) -> Any:
+    """A causal mask is dropped where there are lengths and no starts."""
+    dropped = mask_type == "PADDING_CAUSAL" and not operands[6].size
+    return stand_in(direction, operands, mask_type="PADDING" if dropped else mask_type, **settings)
+
+
+BROKEN = [
+    forgets_documents,
+    rounds_the_logsumexp,
+    reads_the_query_s_heads,
+    drops_a_gradient,
+    hides_nothing_in_a_corner,
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
 def test_the_check_finds_what_is_wrong(broken: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "cudnn_attention", broken)
     jax.clear_caches()
     with pytest.raises(RuntimeError, match=r"(?s)WRONG.*model\.attention = \"xla\""):
-        attention_check.check(16, jnp.dtype(jnp.bfloat16), seq=128)
+        attention_check.check(16, jnp.dtype(jnp.bfloat16), window=100, seq=128)
 
 
 # The compiled program

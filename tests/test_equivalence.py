@@ -63,6 +63,15 @@ CASES = [
     ("llama", Layout(sequence=4, pipeline=2, num_microbatches=2, strategy="ring", schedule="gpipe")),
     ("llama", Layout(sequence=2, data=2, tensor=2, zero=2, num_microbatches=2, strategy="ulysses")),
     ("deep", Layout(sequence=2, pipeline=2, data=2, zero=1, num_microbatches=2, strategy="ulysses", chunks=1)),
+    # windows of several kinds: whole rows and split ones, uneven stages, each layer with its own
+    ("windows", Layout(data=2, tensor=2, zero=3, num_microbatches=2, remat="selective", overlap=True)),
+    ("windows", Layout(sequence=2, data=2, tensor=2, zero=1, strategy="ring", overlap=True)),
+    ("windows", Layout(sequence=4, pipeline=2, num_microbatches=2, strategy="ring", layers=(3, 2))),
+    ("windows", Layout(sequence=8, strategy="all_gather", remat="full")),
+    (
+        "windows",
+        Layout(sequence=2, pipeline=2, tensor=2, num_microbatches=2, strategy="ulysses", schedule="zero_bubble"),
+    ),
     # groups of ZeRO smaller than data
     ("llama", Layout(data=4, tensor=2, zero=3, group=2, num_microbatches=2)),
     ("gpt2", Layout(data=8, zero=1, group=4, num_microbatches=1, remat="full")),

@@ -72,6 +72,15 @@ def test_llama3_8b_by_hand_with_grouped_queries() -> None:
     assert flops.by_kind["head"] == 6 * 8192 * 128256 * 4096
 
 
+def test_a_window_counts_the_pairs_that_it_shows() -> None:
+    """GPT-2 with a window of 3 in every second layer, rows of 5: 1 + 2 + 3 + 3 + 3 pairs, and all 15."""
+    specs = param_specs(dataclasses.replace(GPT2, attention_windows=(3, 0)))
+    flops = flops_of_step(specs, 1, 5, dataclasses.replace(GPT2, attention_windows=(3, 0)).layer_windows)
+    assert flops.by_kind["attention scores"] == 3 * 12 * (4 * 64) * (6 * 12 + 6 * 15)
+    longer = flops_of_step(specs, 1, 5, [5] * 12)
+    assert longer == flops_of_step(specs, 1, 5)
+
+
 def test_the_small_benchmark_model_with_attention_counted_twice_is_the_number_measured_by_others() -> None:
     by_kind = flops_of_step(param_specs(BENCH), num_rows=8, sequence_length=512).by_kind
     whole = sum(by_kind.values()) + by_kind["attention scores"] * 511 / 513

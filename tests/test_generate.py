@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +15,6 @@ from sharded_train.generate import Sampling, sample_tokens
 from sharded_train.models import decoder
 from sharded_train.models.block import block_of
 from sharded_train.models.stack import Source, run
-from sharded_train.ops.attention import attention
 from sharded_train.ops.linear import similarity
 from sharded_train.step import Program
 
@@ -40,7 +37,7 @@ def next_logits(model: str, tokens: np.ndarray) -> np.ndarray:
         ctx = decoder.context(p.model, positions, jnp.ones_like(tokens), positions, None)
         tp = TensorParallel()
         x = decoder.embed(p.model, weights, tokens, positions, ctx, tp)
-        block = block_of(decoder.branches(p.model, partial(attention, implementation="xla")))
+        block = block_of(decoder.branches(p.model, p.attending.attend))
         x = run(block, Source(weights["layers"]), x, ctx)
         x = decoder.final(p.model, x, weights, tp)
         rows = similarity(x.reshape(-1, x.shape[-1]), decoder.head(p.model, weights))

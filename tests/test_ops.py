@@ -20,7 +20,7 @@ from sharded_train.collectives import TensorParallel, all_reduce
 from sharded_train.equivalence import MODELS, SEQ
 from sharded_train.models import decoder
 from sharded_train.models.block import block_of
-from sharded_train.ops import attention, dropout, loss, rope
+from sharded_train.ops import attention, dropout, loss, rope, tiles
 from sharded_train.ops.dot import dot
 from sharded_train.ops.embedding import lookup, own_rows, take
 from sharded_train.ops.linear import linear
@@ -245,17 +245,17 @@ def test_attention_is_the_plain_formula(kv_heads: int) -> None:
 def test_attention_to_a_cache_is_the_plain_formula() -> None:
     q, k, v = normal(2, 2, 4, 8), normal(2, 9, 2, 8, seed=1), normal(2, 9, 2, 8, seed=2)
     visible = np.arange(9) <= np.array([[3, 4], [6, 7]])[..., None]
-    got = attention.attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(visible))
+    got = tiles.attend(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), jnp.asarray(visible))
     assert relative(got, plain_attention(q, k, v, visible)) < 1e-6
 
 
 @pytest.mark.parametrize(("seq", "num_tiles"), [(96, 1), (384, 3), (250, 1)])
 def test_attention_in_tiles_is_attention_at_once(seq: int, num_tiles: int) -> None:
     """Output and gradients, documents that cross the tiles included, against autodiff of the plain formula."""
-    tiles = list(attention.causal_tiles(seq))
-    assert len(tiles) == num_tiles
-    assert [rows.stop for rows, _ in tiles] == [keys.stop for _, keys in tiles]
-    assert tiles[-1][0].stop == seq
+    cut = list(tiles.causal_tiles(seq))
+    assert len(cut) == num_tiles
+    assert [rows.stop for rows, _ in cut] == [keys.stop for _, keys in cut]
+    assert cut[-1][0].stop == seq
     q, k, v, d_out = (jnp.asarray(normal(2, seq, n, 8, seed=i)) for i, n in enumerate((4, 2, 2, 4)))
     segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 5, (2, seq)), axis=1))
 
@@ -277,7 +277,7 @@ def test_gradients_of_attention_are_zero_exactly_where_nothing_is_seen() -> None
     q, k, v = (jnp.asarray(normal(2, 7, n, 4, seed=seed)) for seed, n in enumerate((2, 1, 1)))
     segments = jnp.asarray(SEGMENTS)
     want = oracle.may_see(SEGMENTS)
-    assert (np.asarray(attention.within_documents(segments, segments)) == want).all()
+    assert (np.asarray(tiles.within_documents(segments, segments)) == want).all()
     by_k, by_v = jax.jit(jax.jacrev(lambda k, v: attention.attention(q, k, v, segments, "xla"), (0, 1)))(k, v)
     # [row, query, head, dim, row, key, head, dim] -> [row, query, row, key]
     by_k, by_v = (np.abs(np.asarray(jacobian)).sum((2, 3, 6, 7)) for jacobian in (by_k, by_v))
@@ -379,7 +379,8 @@ def masks_of_the_model(data: int, tensor: int) -> list[np.ndarray]:
         ctx = decoder.context(config, positions, jnp.ones_like(numbers), numbers, jax.random.key(3))
         x = decoder.embed(config, weights, jnp.zeros_like(numbers), positions, ctx, TensorParallel())
         layer = jax.tree.map(lambda w: w[0], weights["layers"])
-        block = block_of(decoder.branches(config, functools.partial(attention.attention, implementation="xla")))
+        attend = lambda q, k, v, segments, layer: attention.attention(q, k, v, segments, "xla", layer=layer)
+        block = block_of(decoder.branches(config, attend))
         return x, *(block(x, layer, ctx, jnp.int32(i), None) - x for i in range(2))
 
     stored = plan_of(specs, {**sizes, "sequence": 1, "pipeline": 1}, ZeroConfig(0)).stored

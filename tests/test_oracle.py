@@ -20,7 +20,7 @@ from tests import oracle
 SCALING = RopeScaling(factor=4.0, original_context=32)
 LLAMA = dataclasses.replace(MODELS["llama"], num_layers=2)
 GQA = dataclasses.replace(MODELS["llama_gqa"], num_layers=2, bias=True, rope_theta=30.0, rope_scaling=SCALING)
-GPT2 = dataclasses.replace(MODELS["gpt2"], num_layers=2, norm_eps=1e-3, dropout=0.0)
+GPT2 = dataclasses.replace(MODELS["gpt2"], num_layers=2, attention_windows=(5, 0), norm_eps=1e-3, dropout=0.0)
 
 
 def measure(p: Program, weights: Tree) -> Measurement:

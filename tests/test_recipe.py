@@ -102,6 +102,19 @@ def test_the_default_recipe_is_sound() -> None:
                 "head_dim",
             ],
         ),
+        (
+            ["model.attention_windows=128,256"],
+            [
+                "model.attention_windows = (128, 256): a window of 256 keys in rows of train.sequence_length = 256",
+                "nearest that work: 255, the longest that hides anything, or 0, which is full attention",
+            ],
+        ),
+        (["model.attention_windows=-1"], ["a window of -1 keys; must be at least 0"]),
+        (["model.attention_windows=()"], ["model.attention_windows = (): wanted at least one number"]),
+        (
+            ["model.attention_windows=8,8,8,8,0"],
+            ["5 numbers for model.num_layers = 4, each layer having one; give at most 4"],
+        ),
         (["model.head_dim=33"], ["model.head_dim = 33 is odd", "= 32 or 34"]),
         (["model.num_heads=256"], ["model.head_dim = 1 (d_model / num_heads) is odd"]),
         (["model.positions=learned"], ["needs model.max_positions, at least 256"]),
@@ -269,7 +282,7 @@ def test_every_number_has_a_range() -> None:
     elsewhere = {
         *("mesh.data", "mesh.tensor", "mesh.pipeline", "mesh.sequence"),  # mesh.resolve_sizes
         *(f"data.{name}" for name in ("max_bytes", "validation_fraction", "num_epochs", "read_threads")),  # DataConfig
-        *("train.stop_at",),  # against num_steps
+        *("train.stop_at", "model.attention_windows"),  # against num_steps and sequence_length
     }
     assert set(numbers(Recipe)) == ranged | elsewhere
     assert ranged.isdisjoint(elsewhere)

@@ -24,7 +24,7 @@ from sharded_train.precision import PrecisionConfig
 from sharded_train.recipe import Recipe, TrainConfig, from_dict, program_on
 from sharded_train.sharding import ZeroConfig
 from sharded_train.show import bytes_held, describe, show
-from sharded_train.show_tables import bytes_in_words, flops_in_words, print_facts
+from sharded_train.show_tables import attention_in_words, bytes_in_words, flops_in_words, print_facts
 from sharded_train.step import TrainState
 
 SMALL = DecoderConfig(vocab_size=67, d_model=24, num_layers=3, num_heads=4, num_kv_heads=2, d_ff=20, bias=True)
@@ -237,17 +237,35 @@ def test_words_never_need_more_than_three_digits_before_the_unit() -> None:
         assert float(number) < 1000
 
 
-def test_attention_over_the_sequence_axis_says_what_and_why() -> None:
-    """By the fewest bytes, unless something is asked for."""
+def test_windows_are_told_with_the_layers_that_have_them() -> None:
+    facts = describe(from_dict({}, ["--config.model.attention_windows=64,64,0"]), stand_ins("1x8"))
+    assert facts["attention"] == {"by": "cudnn", "layers": [[64, 3], [None, 1]]}
+    words = attention_in_words(facts["attention"])
+    assert words == "cuDNN's flash attention; causal, over a window of 64 keys in 3 layers and all keys in 1 layer"
 
-    def context(*changes: str) -> dict[str, str]:
+
+def test_attention_over_the_sequence_axis_says_what_and_why() -> None:
+    """By the fewest bytes inside a host, by what nothing hides across hosts, unless something is asked for."""
+
+    def context(*changes: str, cluster: str = "1x8") -> dict[str, str]:
         overrides = [f"--config.{change}" for change in ("mesh.sequence=4", "model.num_heads=8", *changes)]
-        return describe(from_dict({}, overrides), stand_ins("1x8"))["context"]  # type: ignore[no-any-return]
+        return describe(from_dict({}, overrides), stand_ins(cluster))["context"]  # type: ignore[no-any-return]
 
     assert context()["strategy"] == "ulysses"  # all heads have keys of their own
     few = context("model.num_kv_heads=1")
     assert few["strategy"] == "ring"
-    assert re.fullmatch(r"ring sends [\d.]+ MiB a row and layer, ulysses sends [\d.]+ MiB a row and layer", few["why"])
+    assert re.fullmatch(
+        r"ring sends [\d.]+ MiB a row and layer, ulysses sends [\d.]+ MiB a row and layer, inside a host", few["why"]
+    )
+    assert context(cluster="8x1")["strategy"] == "ulysses"  # 64 tokens a device hide no hop
+    long = context("train.sequence_length=131072", cluster="8x1")
+    assert long["strategy"] == "ring"
+    assert (
+        "across 4 hosts; there the ring's hops hide behind its blocks of 32,768 tokens (16,000 are enough)"
+        in long["why"]
+    )
+    near = context("train.sequence_length=131072", "model.attention_windows=1024")
+    assert near["strategy"] == "ring"  # which sends 1,023 keys a chunk, and ulysses all
     assert "2 heads" in context("mesh.tensor=2", "mesh.data=1", "model.num_heads=4")["why"]
     assert context("attention.context=all_gather") == {
         "strategy": "all_gather",

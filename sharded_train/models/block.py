@@ -30,7 +30,7 @@ class Branch(NamedTuple):
     normed: Callable[[jax.Array, Tree], jax.Array]  # (x, weights) -> n
     enter: Callable[[jax.Array], jax.Array]  # n -> h
     begin: Callable[[jax.Array, Tree, Any], Any]  # (h, weights, context) -> middle
-    end: Callable[[Any, Tree, Any], jax.Array]  # (middle, weights, context) -> y
+    end: Callable[[Any, Tree, Any, jax.Array], jax.Array]  # (middle, weights, context, layer) -> y
     leave: Callable[..., jax.Array]  # (x, y, weights, context, layer) -> x
 
 
@@ -42,7 +42,7 @@ def block_of(branches: Sequence[Branch]) -> Block:
             if number == 1:
                 x = _back_after(x, beside)
             middle = branch.begin(branch.enter(branch.normed(x, weights)), weights, context)
-            x = branch.leave(x, branch.end(middle, weights, context), weights, context, layer)
+            x = branch.leave(x, branch.end(middle, weights, context, layer), weights, context, layer)
         return x
 
     return block
@@ -89,7 +89,7 @@ def in_halves(branches: Sequence[Branch]) -> Block:
                 following = turns[turn + 1][0]
                 n, middle = lax.optimization_barrier((following.normed(xs[other], weights), middle))
                 h = following.enter(n)
-            y = branch.end(middle, weights, contexts[i])
+            y = branch.end(middle, weights, contexts[i], layer)
             if turn + 1 < len(turns):
                 h, y = lax.optimization_barrier((h, y))
         xs[1] = branches[-1].leave(xs[1], y, weights, contexts[1], layer)

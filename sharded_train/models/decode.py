@@ -17,8 +17,8 @@ from sharded_train import compat
 from sharded_train.collectives import TensorParallel, all_gather, axis_size
 from sharded_train.models import decoder
 from sharded_train.models.decoder import DecoderConfig
-from sharded_train.ops.attention import attend
 from sharded_train.ops.linear import similarity
+from sharded_train.ops.tiles import attend
 from sharded_train.params import Tree
 
 WHOLE = TensorParallel(sequence_parallel=False)
@@ -57,24 +57,25 @@ def advance(
       fp32 logits of the token after the last, `[batch, vocab]` (the same on every device of `tensor`), and the cache.
     """
     positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
-    visible = jnp.arange(cache.k.shape[2]) <= positions[..., None]
+    behind = positions[..., None] - jnp.arange(cache.k.shape[2])
+    windows = jnp.array([window or cache.k.shape[2] for window in config.layer_windows])
     ctx = decoder.Context(decoder.rotary(config, positions), jnp.ones_like(tokens), positions, None)
     axes = compat.varying_axes(cache.k)
     x = compat.vary(decoder.embed(config, outer, tokens, positions, ctx, WHOLE), axes)
 
-    def layer(x: jax.Array, inputs: tuple[Tree, Cache]) -> tuple[jax.Array, Cache]:
-        shards, old = inputs
+    def layer(x: jax.Array, inputs: tuple[Tree, Cache, jax.Array]) -> tuple[jax.Array, Cache]:
+        shards, old, window = inputs
         weights = fetch(shards)
         w = weights["attention"]
         q, k, v = decoder.projections(config, decoder.norm(config, x, w["norm"]), w, ctx.rope)
         put = lambda places, new: lax.dynamic_update_slice_in_dim(places, new.astype(places.dtype), start, 1)
         now = Cache(put(old.k, k), put(old.v, v))
-        y = decoder.attention_out(config, attend(q, now.k, now.v, visible), w)
+        y = decoder.attention_out(config, attend(q, now.k, now.v, (behind >= 0) & (behind < window)), w)
         x, w = x + decoder.leave_with(WHOLE, y, w.get("out_bias")), weights["mlp"]
         y = decoder.mlp_down(config, decoder.mlp_up(config, decoder.norm(config, x, w["norm"]), w), w)
         return x + decoder.leave_with(WHOLE, y, w.get("down_bias")), now
 
-    x, cache = lax.scan(layer, x, (layers, cache))
+    x, cache = lax.scan(layer, x, (layers, cache, windows))
     last = decoder.final(config, x[:, -1:], outer, WHOLE)[:, 0]
     logits = similarity(last, decoder.head(config, outer))
     return all_gather(logits, "tensor", 1)[:, : config.vocab_size], cache

@@ -24,7 +24,7 @@ from sharded_train.ops.norm import layer_norm, rms_norm
 from sharded_train.ops.saved import SAVED
 from sharded_train.params import ParamSpec, Tree, normal, ones, zeros
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]  # (q, k, v, segments) -> like q
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]  # (q, k, v, segments, layer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +60,21 @@ class DecoderConfig:
     dropout: float = 0.0  # of the embedding and of both residual branches
     init_std: float = 0.02  # of the initial weights; branches end with it / sqrt(2 num_layers)
     attention: Literal["auto", "xla", "cudnn"] = "auto"  # auto: cudnn on GPUs where it can, else xla
+    attention_windows: tuple[int, ...] = (0,)  # last keys that a query sees, of the layers in turn, repeated; 0: all
 
     @property
     def kv_heads(self) -> int:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """As `ops.attention` has them."""
+        return tuple(window or None for window in self.attention_windows)
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """One for each layer."""
+        return tuple(self.windows[i % len(self.windows)] for i in range(self.num_layers))
 
     @property
     def dim_per_head(self) -> int:
@@ -172,17 +183,18 @@ def branches(config: DecoderConfig, attend: Attend) -> tuple[Branch, Branch]:
             scoped(lambda x, weights: norm(config, x, weights[name]["norm"])),
             scoped(tp.enter),
             scoped(lambda h, weights, ctx: begin(config, h, weights[name], ctx)),
-            scoped(lambda mid, weights, ctx: end(config, mid, weights[name], ctx)),
+            scoped(lambda mid, weights, ctx, layer: end(config, mid, weights[name], ctx, layer)),
             scoped(leave),
         )
 
-    def attend_out(config: DecoderConfig, qkv: tuple[jax.Array, ...], w: Tree, ctx: Context) -> jax.Array:
-        q, k, v = qkv
-        return attention_out(config, attend(q, k, v, ctx.segments), w)
+    def attend_out(
+        config: DecoderConfig, qkv: tuple[jax.Array, jax.Array, jax.Array], w: Tree, ctx: Context, layer: jax.Array
+    ) -> jax.Array:
+        return attention_out(config, attend(*qkv, ctx.segments, layer), w)
 
     return (
         branch("attention", lambda c, h, w, ctx: projections(c, h, w, ctx.rope), attend_out, "out_bias", 1),
-        branch("mlp", lambda c, h, w, _: mlp_up(c, h, w), lambda c, up, w, _: mlp_down(c, up, w), "down_bias", 2),
+        branch("mlp", lambda c, h, w, _: mlp_up(c, h, w), lambda c, up, w, *_: mlp_down(c, up, w), "down_bias", 2),
     )
 
 

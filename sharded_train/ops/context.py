@@ -18,11 +18,11 @@ from jax.ad_checkpoint import checkpoint_name
 from sharded_train import compat
 from sharded_train.collectives import axis_size, pass_on
 from sharded_train.ops import attention as whole
-from sharded_train.ops import cudnn, zigzag
+from sharded_train.ops import window, zigzag
+from sharded_train.ops.context_cost import Strategy, kv_copies
 from sharded_train.ops.saved import SAVED
 from sharded_train.ops.zigzag import AXIS, FP32
 
-Strategy = Literal["all_gather", "ring", "ulysses"]
 State = Any
 
 
@@ -34,7 +34,8 @@ def context_attention(
     implementation: Literal["xla", "cudnn"],
     strategy: Strategy,
     *,
-    window: int | None = None,
+    windows: whole.Windows = (None,),
+    layer: jax.Array | int = 0,
     max_documents: int | None = None,
 ) -> jax.Array:
     """As `attention.attention`, of the whole row, inside `jax.shard_map` over an axis `sequence` of size S > 1.
@@ -44,58 +45,23 @@ def context_attention(
     Numbers of documents are each of one run of the row, padding's 0 included. `max_documents` is of a whole row.
 
     `ring` passes keys and values round, and their gradients with them: memory does not grow with S. `all_gather` holds
-    the keys and values of the whole row (and once more in fp32 for their gradients). `ulysses` holds whole rows of a
-    share of the heads, which S must divide. Output and logsumexp are kept under the selective policy; what was
-    communicated is so again in the backward pass.
+    the keys and values of the whole row (and once more in fp32 for their gradients). In layers with a window these two
+    are one: a chunk gets the keys before it that its queries see, and no others (`ops/window.py`). `ulysses` holds
+    whole rows of a share of the heads, which S must divide. Output and logsumexp are kept under the selective policy;
+    what was communicated is so again in the backward pass.
 
-    Raises ValueError if S does not divide the heads for `ulysses`, and for a window on cuDNN with any other strategy.
+    Raises ValueError if S does not divide the heads for `ulysses`.
     """
     size = axis_size(AXIS)
     assert size > 1, "the axis sequence has one device: use attention.attention"
     assert q.shape[1] % 2 == 0, q.shape
-    axes = sorted({AXIS, *compat.varying_axes(q, k, v, segments)})
-    q, k, v, segments = (compat.vary(x, axes) for x in (q, k, v, segments))
+    kernels = whole.Kernels.of(implementation, windows, max_documents, layer)
+    axes = sorted({AXIS, *compat.varying_axes(q, k, v, segments, kernels.this)})
+    q, k, v, segments, this = (compat.vary(x, axes) for x in (q, k, v, segments, kernels.this))
     if strategy == "ulysses":
-        return _ulysses(q, k, v, segments, implementation, window, max_documents)
-    if window is not None and implementation == "cudnn":
-        raise ValueError(
-            f"attention.context = {strategy} with a window of {window} keys: cuDNN counts places side by side, "
-            f"which the zigzag does not keep. Use ulysses, or model.attention = xla"
-        )
-    limit = cudnn.MOST_DOCUMENTS if max_documents is None else max_documents
-    return _in_turns(q, k, v, segments, whole.Kernel(implementation, window, limit), strategy)
-
-
-def wire_bytes(
-    strategy: Strategy, size: int, batch: int, seq: int, heads: int, kv_heads: int, head_dim: int, itemsize: int
-) -> tuple[int, int]:
-    """Bytes that each device sends in the forward and in the backward pass; `seq` is the whole row's.
-
-    A gather's or reduce-scatter's are those of the ring algorithm. Gradients of keys and values travel in fp32. What
-    one number a chunk needs (documents), and ulysses' segments of 4 bytes a token, are left out.
-    """
-    others, of_token = size - 1, batch * (seq // size) * head_dim
-    kv = 2 * of_token * kv_heads
-    if strategy in ("ring", "all_gather"):
-        return others * kv * itemsize, others * kv * (itemsize + 4)
-    exchanged = 2 * of_token * (heads + kv_copies(kv_heads, size) * kv_heads) * itemsize * others // size
-    return exchanged, exchanged
-
-
-def cheapest(size: int, seq: int, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> tuple[Strategy, str]:
-    """The strategy that sends the fewest bytes, and why in words; the ring's are hidden, so that it wins a draw."""
-    sent = {s: sum(wire_bytes(s, size, 1, seq, heads, kv_heads, head_dim, itemsize)) for s in ("ring", "ulysses")}
-    words = {s: f"{s} sends {bytes_ / 2**20:.4g} MiB a row and layer" for s, bytes_ in sent.items()}
-    if heads % size:
-        return "ring", f"{words['ring']}; ulysses would need {heads} heads to split over {size} devices"
-    if sent["ulysses"] < sent["ring"]:
-        return "ulysses", f"{words['ulysses']}, {words['ring']}"
-    return "ring", f"{words['ring']}, {words['ulysses']}"
-
-
-def kv_copies(kv_heads: int, size: int) -> int:
-    """How often ulysses repeats each kv head so that `size` devices have the same number."""
-    return math.lcm(kv_heads, size) // kv_heads
+        attend = functools.partial(whole.attention, windows=windows, layer=layer, max_documents=max_documents)
+        return _ulysses(q, k, v, segments, functools.partial(attend, implementation=implementation))
+    return _split(q, k, v, segments, this, kernels.all, strategy)
 
 
 # ---- heads in exchange for the sequence (Jacobs et al. 2023, arXiv:2309.14509) --------------------------------------
@@ -106,9 +72,7 @@ def _ulysses(
     k: jax.Array,
     v: jax.Array,
     segments: jax.Array,
-    implementation: Literal["xla", "cudnn"],
-    window: int | None,
-    max_documents: int | None,
+    attend: Callable[..., jax.Array],
 ) -> jax.Array:
     size, heads, kv_heads = axis_size(AXIS), q.shape[2], k.shape[2]
     if heads % size:
@@ -119,27 +83,68 @@ def _ulysses(
     rows = lambda x: zigzag.undo(lax.all_to_all(x, AXIS, 2, 1, tiled=True), size)
     k, v = (jnp.repeat(x, kv_copies(kv_heads, size), axis=2) for x in (k, v))
     segments = zigzag.undo(lax.all_gather(segments, AXIS, axis=1, tiled=True), size)
-    out = whole.attention(
-        rows(q), rows(k), rows(v), segments, implementation, window=window, max_documents=max_documents
-    )
+    out = attend(rows(q), rows(k), rows(v), segments)
     return lax.all_to_all(zigzag.arrange(out, size), AXIS, 1, 2, tiled=True)
 
 
-# ---- keys in turns: those of the device r places before, r = 1 ... S - 1 -------------------------------------------
+# ---- rows stay split: all keys in turns, or those before a chunk -----------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _in_turns(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: whole.Kernel, strategy: Strategy
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _split(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    this: jax.Array,
+    kernels: tuple[whole.Kernel, ...],
+    strategy: Strategy,
 ) -> jax.Array:
-    return _forward(q, k, v, segments, kernel, strategy)[0]
+    return _split_forward(q, k, v, segments, this, kernels, strategy)[0]
 
 
-def _forward_rule(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: whole.Kernel, strategy: Strategy
-) -> tuple[jax.Array, tuple[whole.Attended, jax.Array]]:
-    out, lse = (checkpoint_name(x, SAVED) for x in _forward(q, k, v, segments, kernel, strategy))
-    return out, (whole.Attended(q, k, v, out, lse), segments)
+def _split_forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    this: jax.Array,
+    kernels: tuple[whole.Kernel, ...],
+    strategy: Strategy,
+) -> tuple[jax.Array, tuple[whole.Attended, jax.Array, jax.Array]]:
+    def forward(kernel: whole.Kernel) -> tuple[jax.Array, jax.Array]:
+        if kernel.window is not None:
+            return window.forward(q, k, v, segments, kernel)
+        return _forward(q, k, v, segments, kernel, strategy)
+
+    out, lse = (checkpoint_name(x, SAVED) for x in whole.by_kernel(kernels, this, forward))
+    return out, (whole.Attended(q, k, v, out, lse), segments, this)
+
+
+def _split_backward(
+    kernels: tuple[whole.Kernel, ...],
+    strategy: Strategy,
+    saved: tuple[whole.Attended, jax.Array, jax.Array],
+    d_out: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
+    x, segments, this = saved
+    k, v = lax.optimization_barrier((x.k, x.v))  # else XLA may keep what the forward pass has received
+    x = x._replace(k=k, v=v)
+
+    def backward(kernel: whole.Kernel) -> whole.Gradients:
+        if kernel.window is not None:
+            d_q, d_k, d_v = window.backward(x, d_out, segments, kernel)
+        else:
+            d_q, d_k, d_v = _backward(x, d_out, segments, kernel, strategy)
+        return d_q.astype(x.q.dtype), d_k.astype(x.k.dtype), d_v.astype(x.v.dtype)
+
+    return *whole.by_kernel(kernels, this, backward), None, None
+
+
+_split.defvjp(_split_forward, _split_backward)
+
+
+# ---- keys in turns: those of the device r places before, r = 1 ... S - 1 -------------------------------------------
 
 
 def _forward(
@@ -148,7 +153,7 @@ def _forward(
     edges = zigzag.edges_of(segments)
 
     def turn(state: State, kv: jax.Array, r: Any) -> State:
-        (first, last), sight = state, zigzag.sight_of(edges, r, q.shape[1] // 2)
+        (first, last), sight = state, zigzag.sight_of(edges, r)
         k, v = zigzag.keys(kv, sight)
         out, lse = zigzag.pair_forward(zigzag.queries(q, sight), k, v, sight, kernel)
         (out, out_either), (lse, lse_either) = jnp.split(out, 2), jnp.split(lse, 2)
@@ -156,23 +161,21 @@ def _forward(
         either = zigzag.merged(zigzag.where(sight.earlier, first, last), (out_either, lse_either))
         return zigzag.where(sight.earlier, (either, last), (first, either))
 
-    own = zigzag.own_forward(q, k, v, segments, kernel)
+    own = whole.forward(q, k, v, segments, kernel)
     state = tuple(zip(jnp.split(own[0].astype(FP32), 2, 1), jnp.split(own[1], 2, 2), strict=True))
     (out, lse), (out_last, lse_last) = _turns(strategy, jnp.stack([k, v]), state, turn, turn)
     return jnp.concatenate([out, out_last], 1).astype(q.dtype), jnp.concatenate([lse, lse_last], 2)
 
 
-def _backward_rule(
-    kernel: whole.Kernel, strategy: Strategy, saved: tuple[whole.Attended, jax.Array], d_out: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    x, segments = saved
-    edges, ring = zigzag.edges_of(segments), strategy == "ring"
-    kv = lax.optimization_barrier(jnp.stack([x.k, x.v]))  # else XLA may keep what the forward pass has received
-    size, chunk = axis_size(AXIS), x.q.shape[1] // 2
+def _backward(
+    x: whole.Attended, d_out: jax.Array, segments: jax.Array, kernel: whole.Kernel, strategy: Strategy
+) -> whole.Gradients:
+    edges, ring, size = zigzag.edges_of(segments), strategy == "ring", axis_size(AXIS)
+    kv = jnp.stack([x.k, x.v])
 
     def through(kv: jax.Array, r: Any) -> tuple[jax.Array, jax.Array]:
         """What turn r adds to the gradients of q, and of `kv`."""
-        sight = zigzag.sight_of(edges, r, chunk)
+        sight = zigzag.sight_of(edges, r)
         q, out, now_d_out = (zigzag.queries(a, sight) for a in (x.q, x.out, d_out))
         k, v = zigzag.keys(kv, sight)
         now = whole.Attended(q, k, v, out, zigzag.queries(x.lse, sight, 2))
@@ -196,14 +199,10 @@ def _backward_rule(
             return d_q + now_q, sums + now_kv
         return d_q + now_q, lax.dynamic_update_index_in_dim(sums, now_kv, zigzag.source(r), 0)
 
-    own_q, own_k, own_v = zigzag.own_backward(x, d_out, segments, kernel)
+    own_q, own_k, own_v = whole.backward(x, d_out, segments, kernel)
     d_q, sums = _turns(strategy, kv, own_q.astype(FP32), first, turn)
     sums = pass_on(sums, AXIS) if ring else lax.psum_scatter(sums, AXIS, scatter_dimension=0)
-    d_k, d_v = sums[0] + own_k, sums[1] + own_v
-    return d_q.astype(x.q.dtype), d_k.astype(x.k.dtype), d_v.astype(x.v.dtype), None
-
-
-_in_turns.defvjp(_forward_rule, _backward_rule)
+    return d_q, sums[0] + own_k, sums[1] + own_v
 
 
 def _turns(

@@ -150,6 +150,34 @@ def pair_backward(x: Attended, d_out: jax.Array, rows: jax.Array, keys: jax.Arra
     return jnp.where(seen[..., None, None], d_q, 0), d_k, d_v
 
 
+# ---- a corner: keys go out of sight one by one ----------------------------------------------------------------------
+
+
+def corner_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, rows: jax.Array, keys: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """As `pair_forward`, of as many queries as keys, query t seeing those from key t on of the last `keys`.
+
+    With both turned round that is a causal mask, and the keys are the first.
+    """
+    whole = jnp.full_like(rows, q.shape[1])
+    out, lse = _call("fwd", (q[:, ::-1], k[:, ::-1], v[:, ::-1]), "PADDING_CAUSAL", whole, jnp.maximum(keys, 1))
+    seen = _first(rows, q.shape[1])
+    return jnp.where(seen[..., None, None], out[:, ::-1], 0), jnp.where(seen[:, None], lse[..., ::-1], -OUT_OF_SIGHT)
+
+
+def corner_backward(x: Attended, d_out: jax.Array, rows: jax.Array, keys: jax.Array) -> Gradients:
+    """As `pair_backward`."""
+    seen, whole = _first(rows, x.q.shape[1]), jnp.full_like(rows, x.q.shape[1])
+    lse, d_out = jnp.where(seen[:, None], x.lse, OUT_OF_SIGHT), jnp.where(seen[..., None, None], d_out, 0)
+    turned = Attended(x.q[:, ::-1], x.k[:, ::-1], x.v[:, ::-1], x.out[:, ::-1], lse[..., ::-1])
+    grads = _backward(turned, d_out[:, ::-1], "PADDING_CAUSAL", whole, jnp.maximum(keys, 1))
+    d_q, d_k, d_v = (d[:, ::-1] for d in grads)
+    of_keys = jnp.arange(x.k.shape[1]) >= x.k.shape[1] - keys[:, None]
+    d_k, d_v = (jnp.where(of_keys[..., None, None], d, 0) for d in (d_k, d_v))
+    return jnp.where(seen[..., None, None], d_q, 0), d_k, d_v
+
+
 def _first(count: jax.Array, length: int) -> jax.Array:
     return jnp.arange(length) < count[:, None]
 

@@ -21,7 +21,7 @@ from jax import lax
 
 from sharded_train.collectives import axis_index, axis_size
 from sharded_train.ops import attention as whole
-from sharded_train.ops import cudnn
+from sharded_train.ops import cudnn, tiles
 
 AXIS = "sequence"
 FP32 = jnp.dtype(jnp.float32)
@@ -49,37 +49,6 @@ def source(r: Any) -> jax.Array:
     return (axis_index(AXIS) - r) % axis_size(AXIS)
 
 
-# ---- what is local ------------------------------------------------------------------------------------------------
-
-
-def own_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: whole.Kernel
-) -> tuple[jax.Array, jax.Array]:
-    """As `attention.forward`, of this device's queries and keys."""
-    if kernel.window is None:
-        return whole.forward(q, k, v, segments, kernel)
-    tiles = whole.causal_tiles(q.shape[1])
-    return whole.tiled_forward(q, k, v, tiles, _own_visible(segments, kernel.window))
-
-
-def own_backward(x: whole.Attended, d_out: jax.Array, segments: jax.Array, kernel: whole.Kernel) -> whole.Gradients:
-    """As `attention.backward`."""
-    if kernel.window is None:
-        return whole.backward(x, d_out, segments, kernel)
-    return whole.tiled_backward(x, d_out, whole.causal_tiles(x.q.shape[1]), _own_visible(segments, kernel.window))
-
-
-def _own_visible(segments: jax.Array, window: int) -> whole.Visible:
-    i, chunk = axis_index(AXIS), segments.shape[1] // 2
-    place = jnp.concatenate([at * chunk + jnp.arange(chunk) for at in (i, 2 * axis_size(AXIS) - 1 - i)])
-
-    def visible(rows: slice, keys: slice) -> jax.Array:
-        near = place[rows, None] - place[None, keys] < window
-        return near & whole.within_documents(segments[:, rows], segments[:, keys])
-
-    return visible
-
-
 # ---- the two pairs of a turn, one after the other along the batch -------------------------------------------------
 
 
@@ -98,7 +67,6 @@ class Sight(NamedTuple):
     earlier: jax.Array  # bool: the keys are of an earlier device
     rows: jax.Array  # [2 batch]
     keys: jax.Array
-    gap: jax.Array  # [2 batch]: from a key to the query of the same number in its chunk
 
 
 def edges_of(segments: jax.Array) -> Edges:
@@ -109,16 +77,15 @@ def edges_of(segments: jax.Array) -> Edges:
     return Edges(begin, head, ends[:, :, 0], ends[:, :, 1])
 
 
-def sight_of(edges: Edges, r: Any, chunk: int) -> Sight:
-    here, there = jnp.asarray(axis_index(AXIS)), source(r)
-    earlier, top = there < here, 2 * axis_size(AXIS) - 1
+def sight_of(edges: Edges, r: Any) -> Sight:
+    here, there = axis_index(AXIS), source(r)
+    earlier = there < here
     q = lambda x: jnp.stack([x[1], jnp.where(earlier, x[0], x[1])])
     k = lambda x: jnp.stack([x[0], jnp.where(earlier, x[0], x[1])])
     end, tail = (k(lax.dynamic_index_in_dim(x, there, 0, keepdims=False)) for x in (edges.end, edges.tail))
     same = q(edges.begin) == end
     rows, keys = jnp.where(same, q(edges.head), 0), jnp.where(same, tail, 0)
-    gap = (q(jnp.stack([here, top - here])) - k(jnp.stack([there, top - there]))) * chunk
-    return Sight(earlier, rows.reshape(-1), keys.reshape(-1), jnp.repeat(gap, same.shape[1]))
+    return Sight(earlier, rows.reshape(-1), keys.reshape(-1))
 
 
 def where(condition: jax.Array, a: Any, b: Any) -> Any:
@@ -159,21 +126,19 @@ def pair_forward(
 ) -> tuple[jax.Array, jax.Array]:
     if kernel.name == "cudnn":
         return cudnn.pair_forward(q, k, v, sight.rows, sight.keys)
-    return whole.tiled_forward(q, k, v, whole.whole_tiles(q.shape[1], k.shape[1]), _visible(sight, k, kernel.window))
+    return tiles.tiled_forward(q, k, v, tiles.whole_tiles(q.shape[1], k.shape[1]), _visible(sight, k))
 
 
 def pair_backward(x: whole.Attended, d_out: jax.Array, sight: Sight, kernel: whole.Kernel) -> whole.Gradients:
     if kernel.name == "cudnn":
         return cudnn.pair_backward(x, d_out, sight.rows, sight.keys)
-    tiles = whole.whole_tiles(x.q.shape[1], x.k.shape[1])
-    return whole.tiled_backward(x, d_out, tiles, _visible(sight, x.k, kernel.window))
+    return tiles.tiled_backward(x, d_out, tiles.whole_tiles(x.q.shape[1], x.k.shape[1]), _visible(sight, x.k))
 
 
-def _visible(sight: Sight, k: jax.Array, window: int | None) -> whole.Visible:
+def _visible(sight: Sight, k: jax.Array) -> tiles.Visible:
     def visible(rows: slice, keys: slice) -> jax.Array:
         row, key = jnp.arange(rows.start, rows.stop)[:, None], jnp.arange(keys.start, keys.stop)
         of = lambda x: x[:, None, None]
-        seen = (row < of(sight.rows)) & (key >= k.shape[1] - of(sight.keys))
-        return seen if window is None else seen & (of(sight.gap) + row - key < window)
+        return (row < of(sight.rows)) & (key >= k.shape[1] - of(sight.keys))
 
     return visible

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sharded_train.ops.attention import Windows, pairs_seen
 from sharded_train.params import ParamSpec, Tree, named_leaves, tree_map
 from sharded_train.schedules.build import default_chunks, make
 from sharded_train.schedules.costs import Costs
@@ -96,15 +97,23 @@ class Pipeline:
 
 
 def pipeline_of(
-    config: PipelineConfig, specs: Tree, num_stages: int, num_microbatches: int, *, sequence_length: int, remat: bool
+    config: PipelineConfig,
+    specs: Tree,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    sequence_length: int,
+    remat: bool,
+    windows: Windows = (None,),
 ) -> Pipeline:
-    """The pipeline of a model with the given parameters.
+    """The pipeline of a model with the given parameters; layers of different windows count as what the mean one costs.
 
     Raises ConfigError where the schedule takes no such numbers, or the layers cannot be split so.
     """
     chunks = default_chunks(config.schedule) if config.num_chunks is None else config.num_chunks
     num_layers = next(spec.shape[0] for _, spec in named_leaves(specs) if spec.stacked)
-    layer, head = work(specs, num_layers, sequence_length)
+    keys = 2 * sum(pairs_seen(sequence_length, window) for window in windows) / (len(windows) * sequence_length)
+    layer, head = work(specs, num_layers, keys)
     # A layer goes forward once, back twice, and forward once more where it is rematerialised; the head is never.
     head_load = 3 * head / ((4 if remat else 3) * layer)
     parts = split(num_layers, num_stages, chunks, head=head_load, layers=config.layers)
@@ -112,13 +121,13 @@ def pipeline_of(
     return Pipeline(make(config.schedule, num_stages, num_microbatches, chunks, costs), parts, costs)
 
 
-def work(specs: Tree, num_layers: int, sequence_length: int) -> tuple[float, float]:
-    """Multiplications for one token, forward: of a layer, and of the head."""
+def work(specs: Tree, num_layers: int, keys: float) -> tuple[float, float]:
+    """Multiplications for one token, forward: of a layer whose queries see half of so many keys, and of the head."""
     layer, head = 0.0, 0.0
     for _, spec in named_leaves(specs):
         if spec.stacked and spec.is_matrix:
             layer += spec.size / num_layers
-            layer += _width(spec) * sequence_length  # scores and values, each over half of the sequence
+            layer += _width(spec) * keys  # scores and values, each over half of them
         elif "vocab" in spec.axes:
             head = float(spec.size)
     return layer, head

@@ -9,7 +9,7 @@ from typing import Any
 
 from sharded_train import __version__
 from sharded_train.config import to_dict
-from sharded_train.flops import flops_of_step
+from sharded_train.flops import flops_of
 from sharded_train.recipe import Recipe
 from sharded_train.rehearse import computed, hlo, memory, timeline, verdict, wires
 from sharded_train.rehearse.clusters import Cluster
@@ -41,7 +41,7 @@ def facts_of(compiled: Compiled) -> dict[str, Any]:
     recipe, cluster, program = compiled.recipe, compiled.cluster, compiled.program
     module = hlo.parse(compiled.text)
     collectives, _ = wires.collectives(module, Places.of(program.mesh))
-    flops = flops_of_step(program.specs, recipe.train.global_batch_size, recipe.train.sequence_length)
+    flops = flops_of(program)
     pace = pace_of(program.pipe, module)
     dtype = HLO_NAMES[recipe.precision.compute_dtype.name]
     shown = describe(recipe, stand_ins(cluster))
