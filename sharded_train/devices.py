@@ -138,3 +138,8 @@ PEAKS = {
     "L4": 121e12,
     "V100": 125e12,
 }
+
+
+def kind_of(device_kind: str) -> str | None:
+    """The key of `DEVICES` for what JAX calls a device, such as "h100" for "NVIDIA H100 80GB HBM3"; None if unknown."""
+    return next((kind for kind, device in DEVICES.items() if device.name == device_kind), None)

@@ -63,9 +63,7 @@ def start(args: argparse.Namespace, waits: DistributedConfig, environ: Mapping[s
     # What a rehearsal leaves to NCCL and CUDA is left to them in training too; JAX itself would leave a quarter.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{1 - RESERVE_FRACTION:.2f}")
     if args.cpu_devices is not None:
-        # A collective holds a thread of XLA's CPU back end until all its devices are there: one for each is needed,
-        # and some to work, however few the cores.
-        os.environ.setdefault("PJRT_NPROC", str(args.cpu_devices + (os.cpu_count() or 1)))
+        os.environ.setdefault("PJRT_NPROC", _threads_for(args.cpu_devices))
     platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
     if args.cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
@@ -112,6 +110,25 @@ def leave(code: int) -> NoReturn:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _threads_for(cpu_devices: int) -> str:
+    """PJRT_NPROC: a collective holds a thread of XLA's CPU back end until all its devices are there, so one for each is
+    needed, and some to work, however few the cores.
+    """
+    return str(cpu_devices + (os.cpu_count() or 1))
+
+
+def virtual_devices(num_devices: int = 8) -> None:
+    """Work on the CPU as so many virtual devices, in a notebook say. Nothing may have used a device before."""
+    with quiet_plugin():
+        import jax
+
+    os.environ.setdefault("PJRT_NPROC", _threads_for(num_devices))
+    jax.config.update("jax_num_cpu_devices", num_devices)
+    without_gpu()
+    if len(jax.devices()) != num_devices:
+        raise ConfigError(f"virtual_devices({num_devices}): JAX has {len(jax.devices())} already; start anew")
 
 
 def without_gpu() -> None:

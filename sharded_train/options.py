@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -117,7 +118,14 @@ def add_own(parser: argparse.ArgumentParser, verb: str) -> None:
         add("--activation-bytes", metavar="N", type=number, help="bytes of one send, to count bytes as well")
         for kind in ("svg", "html", "png"):
             add(f"--{kind}", metavar="FILE", type=_path, help=f"write the picture as {kind.upper()}")
-    if verb == "rehearse":
+    if verb == "collectives":
+        add("--axis", metavar="NAME", help="over this axis only (default: each that has several devices)")
+        add("--min", metavar="BYTES", type=_bytes, default=2**12, help="smallest size, such as 4K (default)")
+        add("--max", metavar="BYTES", type=_bytes, help="largest size (default 4M on CPUs, 1G on GPUs)")
+        add("--repeat", metavar="N", type=_at_least(int, 1), default=20, help="times that each is timed (default 20)")
+        add("--json", metavar="OUT", type=_path, help="write it as JSON, which rehearse can take; - is stdout")
+        add("--svg", metavar="OUT", type=_path, help="draw bandwidth over size")
+    elif verb == "rehearse":
         add(
             "--cluster", metavar="KIND:HOSTSxDEVICES", help=f"{', '.join(DEVICES)}, or file:SPEC.toml; such as h100:8x8"
         )
@@ -187,6 +195,14 @@ def _names(text: str) -> tuple[str, ...]:
     if not all(names := tuple(text.split(","))):
         raise argparse.ArgumentTypeError(f"wanted names with commas between them, got {text!r}")
     return names
+
+
+def _bytes(text: str) -> int:
+    """4096, 4K, 16M or 1G."""
+    match = re.fullmatch(r"([1-9]\d{0,11})([KMG]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"wanted a number of bytes such as 4096, 4K, 16M or 1G, got {text!r}")
+    return int(match[1]) * {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}[match[2]]
 
 
 def _path(text: str) -> Path:

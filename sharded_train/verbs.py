@@ -112,6 +112,19 @@ def _schedule(args: argparse.Namespace, overrides: list[str]) -> int:
     )
 
 
+def _collectives(args: argparse.Namespace, overrides: list[str]) -> int:
+    with launch.quiet_plugin():
+        from sharded_train import recipe
+
+    asked = recipe.load(args.config, overrides) if args.config is not None else recipe.from_dict({}, overrides)
+    launch.start(args, asked.distributed)
+    from sharded_train.collectives_verb import collectives
+
+    outputs = {kind: getattr(args, kind) for kind in ("json", "svg") if getattr(args, kind) is not None}
+    sizes = {"least": args.min, "most": args.max, "repeat": args.repeat}
+    return collectives(asked.mesh, axis=args.axis, outputs=outputs, **sizes)
+
+
 def _launch(args: argparse.Namespace, overrides: list[str]) -> int:
     from sharded_train.faults.supervisor import Policy
     from sharded_train.launch_verb import launch as supervise
@@ -193,6 +206,12 @@ VERBS = {
         _schedule,
         has_config=False,
         has_devices=False,
+    ),
+    "collectives": Verb(
+        "check and time the collectives over each axis of a mesh: what to run first on a new cluster",
+        "sharded-train collectives --cpu-devices=8 --config.mesh.tensor=4 --max=256K",
+        (),
+        _collectives,
     ),
     "launch": Verb(
         "train as several supervised processes of this host: a fault stops all, and all go on from the last checkpoint",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,16 @@ def plot(
         if len(values) != len(x):
             raise ConfigError(f"draw.plot: {name!r} has {len(values)} values, x has {len(x)}")
     with matplotlib.rc_context(PAPER):
-        figure = Figure(figsize=(8.4, 3.8), dpi=110, layout="constrained")
+
+        class Plot(Figure):
+            """Shows itself in a notebook without pyplot."""
+
+            def _repr_png_(self) -> bytes:
+                png = io.BytesIO()
+                self.savefig(png, format="png", dpi=110)
+                return png.getvalue()
+
+        figure = Plot(figsize=(8.4, 3.8), dpi=110, layout="constrained")
         axes = figure.subplots()
         for i, (name, values) in enumerate(lines.items()):
             colour = COLOURS[i % len(COLOURS)]
@@ -49,13 +59,14 @@ def plot(
                 at = [j + (i - (len(lines) - 1) / 2) * wide for j in range(len(x))]
                 axes.bar(at, values, width=wide, color=colour, label=name)
             else:
-                axes.plot(x, values, color=colour, marker="o" if len(x) < 30 else "", markersize=4, label=name)
+                dashes = "-" if i % 2 == 0 else "--"  # of two that lie on one another both are seen
+                mark = "o" if len(x) < 30 else ""
+                axes.plot(x, values, color=colour, linestyle=dashes, marker=mark, markersize=4, label=name)
         if kind == "bar":
             axes.set_xticks(range(len(x)), [str(each) for each in x])
-        if "x" in log:
-            axes.set_xscale("log", base=2)
-        if "y" in log:
-            axes.set_yscale("log")
+        for each in log:
+            getattr(axes, f"set_{each}scale")("log", base=2)
+            getattr(axes, f"{each}axis").set_major_formatter("{x:g}")
         axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
         axes.grid(axis="y", color="#d9dee5", linewidth=0.8)
         axes.set_axisbelow(True)

@@ -11,11 +11,15 @@ A file is TOML. It may start from a known kind and say what differs; keys are th
     network_bandwidth = 12.5e9  # bytes per second and direction of one GPU
     [peaks]
     bf16 = 800e12
+
+What `sharded-train collectives --json=FILE` found stands in for the links where `measured = "FILE"` names it (beside
+the TOML); what the TOML says itself goes before. Such a JSON is itself a file that describes its own cluster.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import tomllib
 from collections.abc import Mapping
@@ -45,6 +49,7 @@ _BOUNDS: Mapping[str, tuple[float, float, str]] = {  # far beyond what is built,
     "nvlink_latency": (1e-12, 1, "seconds"),
     "network_latency": (1e-12, 1, "seconds"),
 }
+MEASURED = ("nvlink_bandwidth", "nvlink_latency", "network_bandwidth", "network_latency")
 _CAPABILITIES = ((8, 0), (12, 1))  # what the compiler of the CUDA plugin has code for
 
 
@@ -143,13 +148,37 @@ def _checked(cluster: Cluster, origin: str) -> Cluster:
     return cluster
 
 
-def _of_file(path: Path) -> Cluster:
+def _values_of(path: Path) -> dict[str, Any]:
+    """What a file says, with what was measured in place of what it leaves open."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return _measured(json.loads(text), path)
+        values = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"--cluster=file:{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: is no TOML: {error}") from error
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is no {path.suffix.lstrip('.').upper() or 'TOML'}: {error}") from error
+    measured = values.pop("measured", None)
+    if measured is None:
+        return values
+    if not isinstance(measured, str) or not measured.endswith(".json") or path.suffix == ".json":
+        raise ConfigError(f"{path}: measured = {measured!r}: must be a file of `sharded-train collectives --json`")
+    found = _values_of(path.parent / measured)
+    return {**{key: found[key] for key in found if key in _FIELDS}, **values}
+
+
+def _measured(facts: Any, path: Path) -> dict[str, Any]:
+    """Of the result of `sharded-train collectives`: kind and sizes of its cluster, and its links' constants."""
+    if not isinstance(facts, dict) or not isinstance(facts.get("device"), dict) or "collectives" not in facts:
+        raise ConfigError(f"{path}: is no result of `sharded-train collectives --json`")
+    links = {key: value for key, value in facts["device"].items() if key in MEASURED}
+    known = {"kind": facts["kind"]} if facts.get("kind") is not None else {}
+    return {**known, "hosts": facts.get("hosts"), "devices_per_host": facts.get("devices_per_host"), **links}
+
+
+def _of_file(path: Path) -> Cluster:
+    values = _values_of(path)
     kind = values.pop("kind", None)
     if kind is not None and (not isinstance(kind, str) or kind not in DEVICES):
         hint = did_you_mean(str(kind), DEVICES)

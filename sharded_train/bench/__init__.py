@@ -1,0 +1,1 @@
+"""Measures what a cluster's links do, before anything is trained on it."""
