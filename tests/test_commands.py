@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,8 +69,20 @@ def check_recipe(args: argparse.Namespace, overrides: list[str], processes: int 
         recipe.check(asked, processes * args.cpu_devices)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a reader stands: our configs, the files that pages show (a block that begins with # NAME.py), some text."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    shutil.copytree(ROOT / "docs", folder / "text", ignore=lambda _, names: [n for n in names if not n.endswith(".md")])
+    for page in (ROOT / "docs").glob("*.md"):
+        for name, text in re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", page.read_text(), re.M | re.S):
+            (folder / name).write_text(text)
+    return folder
+
+
 @pytest.fixture
-def understood(monkeypatch: pytest.MonkeyPatch) -> None:
+def understood(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Verbs load and check their config, and do nothing else; `launch` has its command understood."""
 
     def instead(verb: Verb, processes: int) -> Verb:
@@ -82,7 +98,7 @@ def understood(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return dataclasses.replace(verb, run=run)
 
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(folder)
     for name, verb in list(VERBS.items()):
         monkeypatch.setitem(VERBS, name, instead(verb, 1))
 
@@ -130,11 +146,26 @@ def test_schedules_are_drawn(command: str, tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("command", [command for command in of_verb("show") if "--cluster" in command])
 def test_what_is_shown_without_devices(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(folder)
     assert main(shlex.split(command)) == 0
     assert "tensor" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_getting_started_from_top_to_bottom(folder: Path) -> None:
+    """Some minutes: what the page shows is run as it stands, but for the rehearsal, in one folder and in this order."""
+    page = ROOT / "docs/getting_started.md"
+    shown = [command for command in commands(page) if command.split()[0] != "rehearse" and "--workdir" in command]
+    assert len(shown) == 8
+    for command in shown:
+        words = [sys.executable, "-m", "sharded_train", *shlex.split(command)]
+        there = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(words, cwd=folder, env=there, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    for run, steps in (("first", 12), ("mine", 10), ("two", 12)):
+        assert (folder / f"runs/{run}/checkpoints/{steps}").is_dir()
 
 
 def test_targets_extras_and_programs_exist() -> None:
