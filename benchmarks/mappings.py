@@ -84,7 +84,7 @@ def measured(name: str, compiled: Compiled, hosts: np.ndarray) -> Placed:
     cluster = compiled.cluster
     places = Places(dict(zip(compiled.program.mesh.axis_names, hosts.shape, strict=True)), hosts)
     module = hlo.parse(compiled.text)
-    pace = pace_of(compiled.program.pipe, module)
+    pace = pace_of(compiled.program.pipe, module, compiled.program.model.layer_windows)
     found, unknown = collectives(module, places, pace)
     assert not unknown, unknown
     found = [dataclasses.replace(each, per_host=fewest_on_a_host(each, places)) for each in found]

@@ -46,10 +46,13 @@ def tiny_compiled(stage: int) -> Compiled:
 
 
 @functools.cache
-def pipeline(schedule: str = "1f1b") -> Compiled:
+def pipeline(schedule: str = "1f1b", windows: tuple[int, ...] = (0,)) -> Compiled:
     """PIPELINE compiled for h100:2x2, under a schedule of one chunk a stage."""
     _check()
-    return compile_for(recipe.from_dict({**PIPELINE, "pipeline": {"schedule": schedule, "num_chunks": 1}}), CLUSTER)
+    settings = {**PIPELINE, "pipeline": {"schedule": schedule, "num_chunks": 1}}
+    return compile_for(
+        recipe.from_dict({**settings, "model": {**TINY["model"], "attention_windows": windows}}), CLUSTER
+    )
 
 
 def _check() -> None:

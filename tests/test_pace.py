@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from sharded_train.flops import Flops, flops_of_step
+from sharded_train.flops import Flops, flops_of, flops_of_step
 from sharded_train.rehearse import computed, hlo, timeline, wires
 from sharded_train.rehearse.pace import Conditional, Doing, Pace, pace_of
 from sharded_train.rehearse.streams import Streams
@@ -160,3 +160,18 @@ def test_the_section_tells_the_bubble() -> None:
 
 def test_without_a_pipeline_there_is_no_pace() -> None:
     assert pace_of(None, module()) is None
+
+
+def test_layers_of_several_windows_count_as_often_as_there_are_such() -> None:
+    """Two layers of a window and one of all keys: what is computed beyond the model is what is recomputed by design."""
+    compiled = pipeline(windows=(64, 0))
+    program, parsed = compiled.program, hlo.parse(compiled.text)
+    found = pace_of(program.pipe, parsed, program.model.layer_windows)
+    assert found is not None
+    assert Counter(each.role for each in found.conditionals.values()) == Counter(
+        each.role for each in pace().conditionals.values()
+    )
+    assert set(found.windows.values()) == {Fraction(2, 3), Fraction(1, 3)}
+    section = computed.describe(parsed, flops_of(program), "bf16", found)
+    assert not section["conditionals"]
+    assert abs(section["explained"]["not explained"]) < 0.02 * section["products"]

@@ -18,6 +18,7 @@ from sharded_train.ops.saved import SAVED
 
 Implementation = Literal["auto", "xla", "cudnn"]
 CUDNN_MAX_HEAD_DIM = 128  # on every GPU from Ampere on
+BY_KERNEL = "by_kernel"  # the scope of conditionals in which a layer takes the branch of its window
 Windows = Sequence[int | None]  # of the layers in turn, again and again; None: all keys
 
 
@@ -57,7 +58,8 @@ def by_kernel(kernels: tuple[Kernel, ...], this: jax.Array, fn: Callable[[Kernel
     """`fn` of this layer's kernel. Layers of several kinds are one loop, in which each takes its own branch."""
     if len(kernels) == 1:
         return fn(kernels[0])
-    return lax.switch(this, [functools.partial(fn, kernel) for kernel in kernels])
+    with jax.named_scope(BY_KERNEL):
+        return lax.switch(this, [functools.partial(fn, kernel) for kernel in kernels])
 
 
 def attention(

@@ -6,7 +6,7 @@ as long as the stages that it waits for, each of which begins a tick when it and
 
 Conditionals, loops of one turn or none among them, are known by what their branches hold: those of the passes stand in
 the loop over ticks; the head and the embedding in a branch of these; a layer that a shorter chunk does not have in the
-loop over a chunk's layers.
+loop over a chunk's layers. Layers with windows of several kinds choose their kernel in conditionals that say so.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Literal, get_args
 
 import numpy as np
 
+from sharded_train.ops.attention import BY_KERNEL
 from sharded_train.pipeline import Pipeline
-from sharded_train.rehearse.hlo import Computation, Module
+from sharded_train.rehearse.hlo import Computation, Instruction, Module
 from sharded_train.rehearse.hlo_walk import branches_of
 from sharded_train.rehearse.products import work_of
-from sharded_train.rehearse.scopes import part_of, phase_of
+from sharded_train.rehearse.scopes import names_of, part_of, phase_of
 from sharded_train.schedules.table import NONE
 
 Pass = Literal["forward", "backward", "weights"]  # the last where the weights' gradients are left for later
@@ -83,6 +84,7 @@ class Pace:
     ticks: tuple[tuple[Doing, ...], ...]  # [tick][stage]
     conditionals: Mapping[str, Conditional]
     ring: bool = False
+    windows: Mapping[tuple[str, int], Fraction] = dataclasses.field(default_factory=dict)  # see `shares`
 
     def critical(self, seconds: Mapping[Doing, float]) -> list[Doing]:
         """For each tick what the stage does that the end of the step waits for, directly or through its neighbours."""
@@ -103,7 +105,7 @@ class Pace:
     def shares(self) -> dict[tuple[str, int], Fraction]:
         """Of each conditional's branches how often the mean stage takes it, whenever it comes to the conditional."""
         all_of = Counter(itertools.chain.from_iterable(self.ticks))
-        shares = {}
+        shares = dict(self.windows)
         for name, conditional in self.conditionals.items():
             share = _share(conditional.role, all_of)
             for branch in range(conditional.count):
@@ -111,15 +113,32 @@ class Pace:
         return shares
 
 
-def pace_of(pipe: Pipeline | None, module: Module) -> Pace | None:
-    """The pace of a pipeline's program; None without one, or where its conditionals are not understood."""
+def pace_of(pipe: Pipeline | None, module: Module, windows: Sequence[int | None] = ()) -> Pace | None:
+    """The pace of a pipeline's program, or of one whose layers have `windows` of several kinds; None of any other, or
+    where a pipeline's conditionals are not understood.
+    """
+    of_kernels = dict(_window_shares(module, windows))
     if pipe is None:
-        return None
+        return Pace((), {}, windows=of_kernels) if of_kernels else None
     conditionals = dict(_conditionals(module, module.computations[module.entry], None, False))
     passes = PASSES[:2] if pipe.schedule.weights is None else PASSES
     if not set(passes) <= {each.role for each in conditionals.values()}:
         return None
-    return Pace(tuple(_ticks(pipe)), conditionals, ring=pipe.num_chunks > 1)
+    return Pace(tuple(_ticks(pipe)), conditionals, ring=pipe.num_chunks > 1, windows=of_kernels)
+
+
+def _window_shares(module: Module, windows: Sequence[int | None]) -> Iterator[tuple[tuple[str, int], Fraction]]:
+    """How often the mean layer takes each branch of the conditionals that choose a layer's kernel."""
+    layers = Counter(windows)  # in the order of the branches
+    for computation in module.computations.values():
+        for instruction in computation:
+            if _chooses_kernel(instruction):
+                for branch, count in enumerate(layers.values()):
+                    yield (instruction.name, branch), Fraction(count, len(windows))
+
+
+def _chooses_kernel(instruction: Instruction) -> bool:
+    return instruction.opcode == "conditional" and BY_KERNEL in names_of(instruction.scope)
 
 
 def _ticks(pipe: Pipeline) -> Iterator[tuple[Doing, ...]]:
@@ -165,6 +184,8 @@ def _conditionals(
 ) -> Iterator[tuple[str, Conditional]]:
     """Every conditional of a role that is known, by name. `within` is the pass it stands in, `looped` a loop there."""
     for instruction in computation:
+        if _chooses_kernel(instruction):
+            continue
         if (branches := branches_of(module, instruction)) is not None:
             weights = [_weight(module, branch) for branch in branches]
             busy = weights.index(max(weights))
