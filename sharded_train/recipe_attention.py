@@ -9,11 +9,17 @@ if TYPE_CHECKING:
 
 
 def problems(recipe: Recipe) -> list[str]:
-    """Windows that are none."""
+    """Windows that are none, and what no kernel does."""
     model, length = recipe.model, recipe.train.sequence_length
     said, found = f"model.attention_windows = {model.attention_windows}", []
+    if model.attention_dropout > 0:
+        found.append(
+            f"model.attention_dropout = {model.attention_dropout}: cuDNN takes the seed of its dropout from the "
+            "compiled program, so that every step and layer would drop alike and every mesh otherwise, and plain "
+            "XLA has none; use 0, and model.dropout, which is of the residual branches and the same on every mesh"
+        )
     if not model.attention_windows:
-        return [f"{said}: wanted at least one number, 0 for a layer that sees all keys"]
+        return [*found, f"{said}: wanted at least one number, 0 for a layer that sees all keys"]
     if len(model.attention_windows) > model.num_layers >= 1:
         found.append(
             f"{said}: {len(model.attention_windows)} numbers for model.num_layers = {model.num_layers}, each layer "

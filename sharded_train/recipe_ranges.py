@@ -28,7 +28,8 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     ),
     "at least 0 and below 1": (
         lambda x: 0 <= x < 1,
-        "model.dropout optimizer.b1 optimizer.b2 optimizer.momentum train.ema_decay train.label_smoothing",
+        "model.dropout model.attention_dropout optimizer.b1 optimizer.b2 optimizer.momentum train.ema_decay "
+        "train.label_smoothing",
     ),
     f"at most 2^24 = {2**24}": (lambda x: x <= 2**24, "model.vocab_size train.sequence_length train.global_batch_size"),
     f"below 2^31 = {2**31}": (

@@ -109,6 +109,10 @@ def test_the_default_recipe_is_sound() -> None:
                 "nearest that work: 255, the longest that hides anything, or 0, which is full attention",
             ],
         ),
+        (
+            ["model.attention_dropout=0.1"],
+            ["model.attention_dropout = 0.1: cuDNN takes the seed of its dropout from the compiled program", "use 0"],
+        ),
         (["model.attention_windows=-1"], ["a window of -1 keys; must be at least 0"]),
         (["model.attention_windows=()"], ["model.attention_windows = (): wanted at least one number"]),
         (

@@ -24,6 +24,7 @@ from sharded_train.ops.norm import layer_norm, rms_norm
 from sharded_train.ops.saved import SAVED
 from sharded_train.params import ParamSpec, Tree, normal, ones, zeros
 
+Heads = tuple[jax.Array, jax.Array, jax.Array]  # q, k, v
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]  # (q, k, v, segments, layer)
 
 
@@ -58,6 +59,7 @@ class DecoderConfig:
     tied_embedding: bool = False  # the head is the embedding
     bias: bool = False  # on every product of a layer
     dropout: float = 0.0  # of the embedding and of both residual branches
+    attention_dropout: float = 0.0  # of attention's probabilities: above 0 it is refused, as no kernel has it
     init_std: float = 0.02  # of the initial weights; branches end with it / sqrt(2 num_layers)
     attention: Literal["auto", "xla", "cudnn"] = "auto"  # auto: cudnn on GPUs where it can, else xla
     attention_windows: tuple[int, ...] = (0,)  # last keys that a query sees, of the layers in turn, repeated; 0: all
@@ -187,9 +189,7 @@ def branches(config: DecoderConfig, attend: Attend) -> tuple[Branch, Branch]:
             scoped(leave),
         )
 
-    def attend_out(
-        config: DecoderConfig, qkv: tuple[jax.Array, jax.Array, jax.Array], w: Tree, ctx: Context, layer: jax.Array
-    ) -> jax.Array:
+    def attend_out(config: DecoderConfig, qkv: Heads, w: Tree, ctx: Context, layer: jax.Array) -> jax.Array:
         return attention_out(config, attend(*qkv, ctx.segments, layer), w)
 
     return (
