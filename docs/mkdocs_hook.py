@@ -45,14 +45,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 def lists(markdown: str) -> str:
     """Lists with an empty line before them and four spaces for each level."""
     out: list[str] = []
-    fenced = in_list = False
+    fenced = in_list = several = False  # several: paragraphs in this point
     for line in markdown.split("\n"):
         if line.lstrip().startswith("```"):
             fenced = not fenced
-        point = not fenced and POINT.match(line)
-        if point and not in_list and out and out[-1].strip() and not line.startswith("    "):
+        point = not fenced and POINT.match(line) and (in_list or not line.startswith("    "))
+        if point and (several or not in_list) and out and out[-1].strip():
             out.append("")
-        if point and (in_list or not line.startswith("    ")):
+        several = in_list and not point and (several or not line.strip())
+        if point:
             in_list = True
         elif line.strip() and not line.startswith(" "):
             in_list = False
