@@ -118,6 +118,8 @@ def add_own(parser: argparse.ArgumentParser, verb: str) -> None:
         add("--activation-bytes", metavar="N", type=number, help="bytes of one send, to count bytes as well")
         for kind in ("svg", "html", "png"):
             add(f"--{kind}", metavar="FILE", type=_path, help=f"write the picture as {kind.upper()}")
+    if verb == "doctor":
+        add("--workdir", metavar="DIR", type=_path, help="also: can it be written, how fast, how much room is left")
     if verb == "collectives":
         add("--axis", metavar="NAME", help="over this axis only (default: each that has several devices)")
         add("--min", metavar="BYTES", type=_bytes, default=2**12, help="smallest size, such as 4K (default)")

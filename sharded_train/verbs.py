@@ -125,6 +125,17 @@ def _collectives(args: argparse.Namespace, overrides: list[str]) -> int:
     return collectives(asked.mesh, axis=args.axis, outputs=outputs, **sizes)
 
 
+def _doctor(args: argparse.Namespace, overrides: list[str]) -> int:
+    with launch.quiet_plugin():
+        from sharded_train import recipe
+
+    asked = None if args.config is None else recipe.load(args.config, overrides)
+    launch.start(args, (asked or recipe.Recipe()).distributed)
+    from sharded_train.doctor_verb import doctor
+
+    return doctor(asked, args.workdir, json=args.json)
+
+
 def _launch(args: argparse.Namespace, overrides: list[str]) -> int:
     from sharded_train.faults.supervisor import Policy
     from sharded_train.launch_verb import launch as supervise
@@ -212,6 +223,12 @@ VERBS = {
         "sharded-train collectives --cpu-devices=8 --config.mesh.tensor=4 --max=256K",
         (),
         _collectives,
+    ),
+    "doctor": Verb(
+        "look at versions, devices, links, other processes, clocks, limits and the disk: what is wrong, and its fix",
+        "sharded-train doctor --workdir=runs/quickstart --cpu-devices=8",
+        (),
+        _doctor,
     ),
     "launch": Verb(
         "train as several supervised processes of this host: a fault stops all, and all go on from the last checkpoint",
