@@ -15,6 +15,8 @@ from tensorboardX import SummaryWriter
 
 from sharded_train import workdir as layout
 from sharded_train.data.loader import slow_loader
+from sharded_train.faults.config import FaultsConfig
+from sharded_train.faults.health import Health
 
 
 class Pace:
@@ -46,12 +48,21 @@ class MetricsWriter:
     """
 
     def __init__(self, workdir: Path, start_step: int, *, tensorboard: bool):
-        path = workdir / layout.METRICS
+        self._workdir, self._with_tensorboard = workdir, tensorboard
+        self._open(start_step)
+
+    def _open(self, start_step: int) -> None:
+        path = self._workdir / layout.METRICS
         _drop_after(path, start_step)
         self._file = path.open("a")
         # TensorBoard itself hides what older files say from the purge step on.
-        folder = str(workdir / layout.TENSORBOARD)
-        self._tensorboard = SummaryWriter(folder, purge_step=start_step + 1) if tensorboard else None
+        folder = str(self._workdir / layout.TENSORBOARD)
+        self._tensorboard = SummaryWriter(folder, purge_step=start_step + 1) if self._with_tensorboard else None
+
+    def go_back(self, step: int) -> None:
+        """What was written after `step` is taken away."""
+        self.close()
+        self._open(step)
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         finite = {key: value if value is not None and math.isfinite(value) else None for key, value in values.items()}
@@ -86,14 +97,6 @@ def _step_of(line: str) -> int | None:
         return None
 
 
-class Diverged(RuntimeError):
-    """A loss, gradient norm or weight is not finite: the weights are lost from there on."""
-
-    def __init__(self, step: int, what: str):
-        super().__init__(f"step {step}: {what}")
-        self.step, self.what = step, what
-
-
 class RunLog:
     """The metrics of every step: fetched one step late, looked at, and told when they are due.
 
@@ -113,6 +116,7 @@ class RunLog:
         tokens_seen: int,
         read_threads: int,
         tell_start: Callable[[], None],
+        faults: FaultsConfig,
     ):
         self._writer, self._table = writer, table
         self._every, self._last_step = every, last_step
@@ -125,6 +129,20 @@ class RunLog:
         self._begun = False
         self.tokens_seen = tokens_seen
         self.pace = Pace()
+        self.health = Health(faults, self.note)
+
+    def note(self, text: str) -> None:
+        """A line between the rows."""
+        self._table.note(text)
+
+    def go_back(self, step: int, tokens_seen: int) -> None:
+        """The run goes on from `step`: what was written after it is taken away."""
+        self._pending = None
+        self.tokens_seen = tokens_seen
+        if self._writer is not None:
+            self._writer.go_back(step)
+        self.pace.seconds_per_step(step)
+        self._told = step
 
     def add(self, step: int, metrics: dict[str, jax.Array], seconds_waited: float) -> None:
         """The metrics of a step that has been started; waits for those of the step before it.
@@ -136,7 +154,7 @@ class RunLog:
         self._waited = seconds_waited
 
     def flush(self) -> None:
-        """Waits for the metrics of the step added last. Raises Diverged if they are not finite."""
+        """Waits for the metrics of the step added last. Raises RollBack or Diverged if they are bad: see `Health`."""
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
@@ -151,9 +169,7 @@ class RunLog:
             self._waited_told = self._waited  # for the first batch: nothing could be read ahead of it
         if broken or step == self._last_step or (self._every and step % self._every == 0):
             self._tell(step, values)
-        if broken:
-            found = ", ".join(f"{key} = {values[key]}" for key in ("loss", "grad_norm", "learning_rate"))
-            raise Diverged(step, f"{' and '.join(broken)} not finite ({found})")
+        self.health.look(step, values)
 
     def validation(self, step: int, loss: float, bits_per_byte: float, words: str) -> None:
         if self._writer is not None:

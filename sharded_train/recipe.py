@@ -13,7 +13,7 @@ from sharded_train import config, config_file, recipe_attention, recipe_checks, 
 from sharded_train.checkpoint.config import CheckpointConfig
 from sharded_train.data.config import DataConfig
 from sharded_train.errors import ConfigError
-from sharded_train.faults.config import DistributedConfig, WatchdogConfig
+from sharded_train.faults.config import DistributedConfig, FaultsConfig, WatchdogConfig
 from sharded_train.local import AttentionConfig
 from sharded_train.mesh import MeshConfig
 from sharded_train.models.decoder import DecoderConfig
@@ -60,6 +60,7 @@ class Recipe:
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     watchdog: WatchdogConfig = dataclasses.field(default_factory=WatchdogConfig)
+    faults: FaultsConfig = dataclasses.field(default_factory=FaultsConfig)
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:

@@ -11,16 +11,19 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
         "model.max_positions model.rope_scaling.original_context schedule.decay_steps schedule.timescale "
         "train.num_steps train.global_batch_size train.sequence_length train.num_microbatches evaluate.num_batches "
         "checkpoint.keep checkpoint.keep_every checkpoint.max_failures zero.group_size optimizer.num_iterations "
+        "faults.max_rollbacks "
         "distributed.heartbeat_seconds distributed.initialization_seconds distributed.shutdown_seconds "
         "attention.max_documents pipeline.num_chunks",
     ),
     "at least 0": (
         lambda x: x >= 0,
         "checkpoint.every evaluate.every log.every optimizer.weight_decay schedule.warmup_steps train.seed "
-        "train.z_loss watchdog.startup watchdog.compile watchdog.step watchdog.save watchdog.restore",
+        "train.z_loss watchdog.startup watchdog.compile watchdog.step watchdog.save watchdog.restore "
+        "faults.max_skipped faults.spike_window faults.check_every",
     ),
     "above 0": (
         lambda x: x > 0,
+        "faults.spike_zscore "
         "model.norm_eps model.rope_theta model.init_std model.rope_scaling.factor model.rope_scaling.low_freq_factor "
         "model.rope_scaling.high_freq_factor optimizer.eps schedule.learning_rate train.clip_norm "
         "optimizer.decay_exponent optimizer.clip_threshold optimizer.min_scale optimizer.update_rms "

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 
-from sharded_train import assemble, attention_check, config, initial_weights, memory, report
+from sharded_train import assemble, config, initial_weights, memory, report
 from sharded_train import workdir as layout
-from sharded_train.checkpoint import Checkpointer, CheckpointError, DamagedData, NotSaved, SavePolicy
-from sharded_train.data.loader import Loader
-from sharded_train.data.prepare import TextData
+from sharded_train.begin import Run, Start, begin, rolled_back
+from sharded_train.checkpoint import Checkpointer, CheckpointError, DamagedData, NotSaved
+from sharded_train.data.loader import Batches, Loader, batch_number
+from sharded_train.errors import ConfigError
 from sharded_train.evaluate import Validation, in_words, validate
 from sharded_train.exits import Exit
 from sharded_train.faults import agreement
 from sharded_train.faults.group import everyone
 from sharded_train.faults.guard import Guard
-from sharded_train.faults.lock import InUse, WorkdirLock
+from sharded_train.faults.health import Diverged, RollBack
+from sharded_train.faults.lock import InUse
 from sharded_train.generate import Sampling, sample_text
-from sharded_train.metrics import Diverged, MetricsWriter, ProgressTable, RunLog
+from sharded_train.metrics import MetricsWriter, ProgressTable, RunLog
 from sharded_train.peak import peak_of
 from sharded_train.profiling import Profile
 from sharded_train.recipe import Recipe
 from sharded_train.show import describe
-from sharded_train.step import Batch, Program, TrainState
+from sharded_train.step import Batch, TrainState
 from sharded_train.stopping import StopRequest
 
 
@@ -59,11 +59,20 @@ def _train(recipe: Recipe, workdir: Path, start: Start, guard: Guard) -> int:
     console = report.console_of_process()
     try:
         with contextlib.ExitStack() as stack:
-            begun = _begin(recipe, workdir, start, console, guard, stack)
+            begun = begin(recipe, workdir, start, console, guard, stack)
             if begun is None:
                 return Exit.DONE
             run, state = begun
-            return _end(run, *_loop(run, state, _log_of(run, stack)))
+            log = _log_of(run, stack)
+            train_step = _compiled(run)
+            while True:
+                try:
+                    return _end(run, *_loop(run, train_step, state, log))
+                except RollBack as found:
+                    fault = found.with_traceback(None)  # which holds the state that is to be given up
+                log.health.rolled_back(fault)
+                run, state = rolled_back(run, fault)
+                log.go_back(run.start_step, run.tokens_seen)
     except InUse as error:
         print(f"error: {error}", file=sys.stderr)
         return Exit.IN_USE
@@ -82,58 +91,40 @@ def _train(recipe: Recipe, workdir: Path, start: Start, guard: Guard) -> int:
 _CODES: dict[type[Exception], Exit] = {DamagedData: Exit.DAMAGED, NotSaved: Exit.SAVE_FAILED}
 
 
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """How a start of the command wants to begin."""
-
-    accept_config_change: bool
-    resume: str
-    initial: initial_weights.InitialWeights | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What stays the same from step to step."""
-
-    recipe: Recipe
-    workdir: Path
-    program: Program
-    data: TextData
-    checkpointer: Checkpointer
-    saves: SavePolicy
-    console: Console
-    guard: Guard
-    facts: dict[str, Any]  # of show.describe
-    startup: report.StartUp
-    start_step: int
-    last_step: int
-    tokens_seen: int  # before start_step
-
-
-def _loop(run: Run, state: TrainState, log: RunLog) -> tuple[TrainState, int, Validation | None]:
-    """The state, step and validation at the end. In the turn of `step` k the k-th update is made."""
-    recipe, program = run.recipe, run.program
+def _compiled(run: Run) -> jax.stages.Compiled:
+    program = run.program
     run.guard.enter("compile")
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     agreement.same_program(everyone(), lambda: lowered.as_text())
     train_step = lowered.compile()
-    memory.check(train_step, jax.local_devices()[0], recipe, run.facts)
+    memory.check(train_step, jax.local_devices()[0], run.recipe, run.facts)
     run.startup.mark("compile")
+    return train_step
+
+
+def _loop(
+    run: Run, train_step: jax.stages.Compiled, state: TrainState, log: RunLog
+) -> tuple[TrainState, int, Validation | None]:
+    """The state, step and validation at the end. In the turn of `step` k the k-th update is made."""
+    recipe, program, waiting = run.recipe, run.program, run.inspection.waiting
     run.guard.enter("step")
+    run.inspection.begin(run.start_step)
     found = None
     with _batches(run) as batches, StopRequest() as stop, _profile(run) as profile, _last_good(run.checkpointer):
         for step in range(run.start_step + 1, run.last_step + 1):
             profile.before(step - 1, state)
-            state, metrics = train_step(state, Batch(**next(batches)))
-            if program.platform == "cpu":
-                jax.block_until_ready(metrics)  # of two steps at once virtual devices could wait for each other
-            log.add(step, metrics, batches.seconds_waited)  # looks at those of step - 1, while this step runs
+            state, metrics = train_step(state, Batch(**_next(batches, run, step)))
+            with waiting():
+                if program.platform == "cpu":
+                    jax.block_until_ready(metrics)  # of two steps at once virtual devices could wait for each other
+                log.add(step, metrics, batches.seconds_waited)  # looks at those of step - 1, while this step runs
             run.guard.step_done(step)
+            run.inspection.look(step, state, log.note)
             due, stopping, last = run.saves.due(step), stop.agreed(step), step == run.last_step
             if stopping or last or due:
                 log.flush()  # a state is saved only after the loss before it, and its weights, have been looked at
                 if not program.is_finite(state.params):
-                    raise Diverged(step, "weights not finite after it")
+                    raise log.health.weights_broken(step)
                 with log.pace.excluded(), run.guard.phase("save"):
                     run.saves.save(step, program.to_checkpoint(state), _record(run, step, log.tokens_seen))
             if last or (_due(step, recipe.evaluate.every) and not stopping):
@@ -145,76 +136,6 @@ def _loop(run: Run, state: TrainState, log: RunLog) -> tuple[TrainState, int, Va
                 run.console.print(f"stopped by a signal after step {step}", markup=False)
                 break
     return state, step, found
-
-
-def _begin(
-    recipe: Recipe, workdir: Path, start: Start, console: Console, guard: Guard, stack: contextlib.ExitStack
-) -> tuple[Run, TrainState] | None:
-    """All that a step needs; None if there is none to do. Whatever can be refused is refused here, before anything
-    is written.
-    """
-    startup = report.StartUp()
-    program = assemble.program_of(recipe)
-    if program.attending.implementation == "cudnn":
-        window = min(filter(None, recipe.model.windows), default=None)
-        attention_check.check(recipe.model.dim_per_head, recipe.precision.compute_dtype, window)
-    group = everyone()
-    lock = stack.enter_context(WorkdirLock(workdir))
-    with group.shared_errors():
-        layout.check(workdir, recipe, accept_config_change=start.accept_config_change)
-        if group.index == 0:
-            lock.take_if_there()
-    agreement.check(group, config.to_dict(recipe), report.versions())
-    checkpointer = assemble.checkpointer_of(recipe, workdir)
-    stack.enter_context(contextlib.closing(checkpointer))
-    choice, last_step = checkpointer.choose(start.resume), assemble.last_step_of(recipe)
-    startup.mark("devices")
-    if choice.step >= last_step:
-        console.print(f"{workdir} is at step {choice.step} already: there is nothing to do up to step {last_step}.")
-        report.how_to_go_on(console, recipe, workdir, choice.step)
-        return None
-    with layout.unwritten_if_refused(workdir):
-        agreement.probe(group, workdir)
-        data = assemble.text_of(recipe, workdir, lambda text: console.print(text, style="dim", markup=False))
-        startup.mark("data")
-        start_step, tokens_seen = 0, 0
-        if choice.steps:
-            with guard.phase("restore"):
-                resumed = assemble.resume(program, checkpointer, choice, data, other_data=start.accept_config_change)
-                jax.block_until_ready(resumed.state)
-            start_step, state, tokens_seen = resumed.step, resumed.state, resumed.record["tokens_seen"]
-        elif start.initial is None:
-            state = program.init(recipe.train.seed)
-        else:
-            state = initial_weights.load(program, recipe.train.seed, start.initial, checkpointer.peers)
-        jax.block_until_ready(state)  # what follows measures this machine's peak
-        startup.mark("state")
-    if choice.anew:
-        checkpointer.begin_anew()
-    if jax.process_index() == 0:
-        workdir.mkdir(parents=True, exist_ok=True)
-        lock.take()
-        layout.claim(workdir, recipe, data.tokenizer.backend.to_str())
-    guard.claimed(workdir, lock)
-    layout.keep_compiled(workdir)
-    facts = describe(recipe, jax.devices())
-    saves = SavePolicy(checkpointer, recipe.checkpoint)
-    run = Run(
-        recipe,
-        workdir,
-        program,
-        data,
-        checkpointer,
-        saves,
-        console,
-        guard,
-        facts,
-        startup,
-        start_step,
-        last_step,
-        tokens_seen,
-    )
-    return run, state
 
 
 def _log_of(run: Run, stack: contextlib.ExitStack) -> RunLog:
@@ -246,6 +167,7 @@ def _log_of(run: Run, stack: contextlib.ExitStack) -> RunLog:
         tokens_seen=run.tokens_seen,
         read_threads=run.recipe.data.read_threads,
         tell_start=tell_start,
+        faults=run.recipe.faults,
     )
 
 
@@ -276,7 +198,17 @@ def _batches(run: Run) -> Loader:
         num_epochs=run.recipe.data.num_epochs,
         token_order=run.program.token_order,
         max_documents=run.program.attending.max_documents,
+        left_out=run.left_out,
     )
+
+
+def _next(batches: Batches, run: Run, step: int) -> dict[str, jax.Array]:
+    """The batch of `step`. With batches left out the data may end before the run does."""
+    batch = next(batches, None)
+    if batch is None:
+        left_out = f"{len(run.left_out)} batches were left out after faults"
+        raise ConfigError(f"the data ends before step {step}: {left_out}; lower train.num_steps or raise num_epochs")
+    return batch
 
 
 def _record(run: Run, step: int, tokens_seen: int) -> dict[str, Any]:
@@ -284,8 +216,8 @@ def _record(run: Run, step: int, tokens_seen: int) -> dict[str, Any]:
     return {
         "step": step,
         "tokens_seen": tokens_seen,
-        "next_sample": step * run.recipe.train.global_batch_size,
-        "skipped_batches": [],
+        "next_sample": batch_number(step, run.left_out) * run.recipe.train.global_batch_size,
+        "skipped_batches": list(run.left_out),
         "data": assemble.data_record(run.data),
         "config": config.to_dict(run.recipe),
         "mesh": dict(run.program.mesh.shape),

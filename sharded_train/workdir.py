@@ -41,6 +41,7 @@ MAY_CHANGE = (
     "config.log.",
     "config.distributed.",
     "config.watchdog.",
+    "config.faults.",
     "config.evaluate.",
     "config.checkpoint.",
     "config.data.read_threads",
@@ -105,12 +106,9 @@ def keep_compiled(workdir: Path) -> None:
     """Compiled programs are kept in the workdir from now on, for the next start to find.
 
     CPUs of another kind have a folder of their own: what is compiled for one may not run on the other. Nothing is
-    changed where a place for them is set already (JAX_COMPILATION_CACHE_DIR), nor with several processes on CPUs: a
-    program that comes from there no longer runs its collectives in order, and Gloo aborts over the mix-up.
+    changed where a place for them is set already (JAX_COMPILATION_CACHE_DIR).
     """
     if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
-        return
-    if jax.default_backend() == "cpu" and jax.process_count() > 1:
         return
     kind = f"{jax.default_backend()}-{platform.machine()}"
     cpu_info = Path("/proc/cpuinfo")

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sharded_train.data.loader import (
     Loader,
     LocalBatches,
+    batch_number,
     device_part,
     local_rows,
     num_train_samples,
@@ -303,3 +304,22 @@ def test_a_row_of_one_document_may_have_padding() -> None:
     order = lambda samples: samples
     source = LocalBatches(One(), order, np.arange(2), BATCH[0], range(1), np.arange(BATCH[1]), 1)  # type: ignore[arg-type]
     assert source[0]["segments"].min() == 0
+
+
+@pytest.mark.parametrize("left_out", [(), (0,), (3,), (3, 4), (4, 3, 9), (0, 1, 2)])
+def test_batches_left_out_are_passed_over(left_out: tuple[int, ...]) -> None:
+    taken = [number for number in range(30) if number not in left_out]
+    assert [batch_number(step, left_out) for step in range(20)] == taken[:20]
+
+
+def test_a_resume_passes_over_the_same_batches(rows: Mixture) -> None:
+    """Two epochs of 37 rows are 10 batches; two of them are left out."""
+    options: dict[str, Any] = {"batch_shape": BATCH, "sharding": placed((4, 2), "data"), "seed": 4, "num_epochs": 2}
+    with Loader(rows, left_out=(2, 5), **options) as loader:
+        through = list(loader)
+    assert len(through) == 8
+    for step, number in enumerate([0, 1, 3, 4, 6, 7, 8]):
+        np.testing.assert_array_equal(through[step]["tokens"], expected_batch(rows, 4, number)["tokens"])
+    with Loader(rows, left_out=(2, 5), start_step=3, **options) as loader:
+        for batch, expected in zip(loader, through[3:], strict=True):
+            np.testing.assert_array_equal(batch["tokens"], expected["tokens"])

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+from sharded_train.faults.config import FaultsConfig
 from sharded_train.metrics import MetricsWriter, Pace, ProgressTable, RunLog, duration
 from sharded_train.peak import peak_of
 
@@ -163,7 +164,7 @@ def test_a_slow_loader_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     table = ProgressTable(Console(file=out, width=200), 7, 1)
     log = RunLog(
         None, table, every=2, last_step=7, tokens_per_step=1, flops_per_step=1.0, peak=1.0, tokens_seen=0,
-        read_threads=3, tell_start=lambda: None,
+        read_threads=3, tell_start=lambda: None, faults=FaultsConfig(),
     )  # fmt: skip
     metrics = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "num_tokens": 1.0}
     told: list[tuple[int, float]] = []

@@ -323,7 +323,8 @@ def test_a_run_that_diverges_stops_and_saves_nothing_of_it(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = ("schedule.learning_rate=1e30", "schedule.warmup_steps=0", "checkpoint.every=1", "optimizer.type=sgd")
-    assert train(recipe_of(text, *changes), tmp_path / "run") == Exit.FAILED
+    recipe = recipe_of(text, *changes, "faults.max_skipped=0")
+    assert train(recipe, tmp_path / "run") == Exit.FAILED
     said = capsys.readouterr().err
     saved = Checkpointer(tmp_path / "run/checkpoints").steps()
     losses = metrics_of(tmp_path / "run", "loss")
@@ -424,7 +425,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "another model": (["model.d_model=64"], "config.model.d_model: 32 -> 64"),
     "too many devices": (["mesh.data=8"], "8"),
     "no such files": (["data.files=nothing/*.txt", "data.num_epochs=1"], "nothing/"),
-    "a batch that does not divide": (["train.global_batch_size=6"], "train.global_batch_size = 6"),
+    "a batch that does not divide": (["train.global_batch_size=6"], "train.global_batch_size: 8 -> 6"),
 }
 
 
@@ -501,7 +502,7 @@ def test_weights_that_are_not_finite_are_not_saved(
 ) -> None:
     """The loss of a step is that of the weights before it: here the last update breaks them, and no loss follows."""
     monkeypatch.setattr(Program, "is_finite", property(lambda self: lambda tree: False))
-    assert train(recipe_of(text, "train.stop_at=1"), tmp_path / "run") == Exit.FAILED
+    assert train(recipe_of(text, "train.stop_at=1", "faults.max_skipped=0"), tmp_path / "run") == Exit.FAILED
     assert "step 1: weights not finite after it; this state is not saved" in capsys.readouterr().err
     assert Checkpointer(tmp_path / "run/checkpoints").steps() == []
 

@@ -36,6 +36,14 @@ def num_train_steps(num_rows: int, global_batch_size: int, num_epochs: int | Non
     return sys.maxsize if num_epochs is None else -(-num_epochs * num_rows // global_batch_size)
 
 
+def batch_number(step: int, left_out: Sequence[int]) -> int:
+    """Of the batch that the step after `step` steps takes: the step's own, were none left out."""
+    number = step
+    for left in sorted(left_out):
+        number += left <= number
+    return number
+
+
 def local_rows(sharding: jax.sharding.Sharding, batch_shape: tuple[int, int]) -> IntArray:
     """The rows of a global batch that this process's devices hold any part of, ascending, each once."""
     held = np.zeros(batch_shape[0], bool)
@@ -58,7 +66,7 @@ def device_part(
 class LocalBatches:
     """A data source for Grain: item i is what this process holds of the batch of step `steps[i]`, int32 [rows, length].
 
-    `order` tells for global samples (step * batch size + place in the batch) which rows they are, -1 for none.
+    `order` tells for global samples (batch number * batch size + place in the batch) which rows they are, -1 for none.
     """
 
     rows: Mixture
@@ -68,12 +76,13 @@ class LocalBatches:
     steps: range
     token_order: IntArray  # which token of a row comes to each place
     max_documents: int | None = None  # that a row may hold, padding counted as one; None: any number
+    left_out: Sequence[int] = ()  # numbers of batches
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def __getitem__(self, item: int) -> Row:
-        chosen = self.order(self.steps[item] * self.batch_size + self.places)
+        chosen = self.order(batch_number(self.steps[item], self.left_out) * self.batch_size + self.places)
         read = [self.rows[int(row)] if row >= 0 else self.rows.empty() for row in chosen]
         self._check_documents(item, read)
         return {key: np.stack([row[key] for row in read])[:, self.token_order] for key in KEYS}
@@ -120,12 +129,13 @@ class Batches(Iterator[dict[str, jax.Array]]):
         num_threads: int,
         token_order: IntArray | None,
         max_documents: int | None = None,
+        left_out: Sequence[int] = (),
     ):
         assert batch_shape[1] == rows.sequence_length, (batch_shape, rows.sequence_length)
         self._batch_shape, self._sharding = batch_shape, sharding
         self._places = local_rows(sharding, batch_shape)
         token_order = np.arange(batch_shape[1]) if token_order is None else token_order
-        source = LocalBatches(rows, order, self._places, batch_shape[0], steps, token_order, max_documents)
+        source = LocalBatches(rows, order, self._places, batch_shape[0], steps, token_order, max_documents, left_out)
         options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=_STEPS_AHEAD * num_threads)
         batches = grain.MapDataset.source(source).to_iter_dataset(options).map(self._place)
         if num_threads:
@@ -167,6 +177,7 @@ class Loader(Batches):
     Place b of the batch of step s holds the training sample s * batch_shape[0] + b (see `Mixture.order`): batches do
     not depend on the mesh, on the number of processes, or on where a run was resumed. With `num_epochs`, or when a
     source may not be gone through more often, they come to an end, and the last of them is filled up with empty rows.
+    Batches whose numbers are in `left_out` are passed over, so that later steps have later batches than their own.
     Each process has a loader of its own, all with the same arguments.
     """
 
@@ -182,13 +193,15 @@ class Loader(Batches):
         num_epochs: int | None = None,
         token_order: IntArray | None = None,
         max_documents: int | None = None,
+        left_out: Sequence[int] = (),
     ):
         num_samples = num_train_samples(rows, num_epochs)
 
         def order(samples: IntArray) -> IntArray:
             return np.where(samples < num_samples, rows.order(seed, samples), -1)
 
-        steps = range(start_step, -(-num_samples // batch_shape[0]))
+        num_batches = -(-num_samples // batch_shape[0])
+        steps = range(start_step, num_batches - sum(left < num_batches for left in set(left_out)))
         super().__init__(
             rows,
             order,
@@ -198,6 +211,7 @@ class Loader(Batches):
             num_threads=num_threads,
             token_order=token_order,
             max_documents=max_documents,
+            left_out=left_out,
         )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -48,6 +49,10 @@ class Guard:
         self._lock = lock
         if jax.process_index() == 0:
             self._goodput.open(workdir)
+
+    def event(self, name: str, **facts: Any) -> None:
+        """Something for the accounts, such as a roll-back."""
+        self._goodput.event(name, **facts)
 
     def enter(self, phase: str) -> None:
         self._phase = phase

@@ -1,0 +1,124 @@
+"""Real processes of a supervised run, killed and stopped: slow, since every life starts and compiles."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sharded_train.exits import Exit
+from sharded_train.faults.goodput import account, read
+
+STEPS = 60
+SETTINGS: dict[str, Any] = {
+    "model": {"vocab_size": 300, "d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 64},
+    "mesh": {"data": -1, "tensor": 2},
+    "zero": {"stage": 3},
+    "precision": {"recipe": "fp32"},
+    "schedule": {"learning_rate": 3e-3, "warmup_steps": 2},
+    "data": {"validation_fraction": 0.2},
+    "train": {"num_steps": STEPS, "global_batch_size": 8, "sequence_length": 32},
+    "checkpoint": {"every": 5},
+    "log": {"every": 1, "tensorboard": False},
+    "distributed": {"heartbeat_seconds": 10},
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("config")
+    rng = np.random.default_rng(0)
+    words = ["mesh", "shard", "gather", "stage", "step", "tick", "scatter", "reduce", "norm", "loss"]
+    for i in range(30):
+        (folder / f"{i}.txt").write_text(" ".join(rng.choice(words, 200)) + "\n")
+    settings = {**SETTINGS, "data": {**SETTINGS["data"], "files": [f"{folder}/*.txt"]}}
+    path = folder / "config.py"
+    path.write_text(f"def get_config():\n    return {settings!r}\n")
+    return path
+
+
+def launched(config: Path, workdir: Path, processes: int, devices: int, *more: str) -> subprocess.Popen[str]:
+    """A supervisor with its processes, of `devices` devices each."""
+    command = [sys.executable, "-m", "sharded_train", "launch", f"--processes={processes}", "--backoff=0.1", "--"]
+    command += ["train", f"--config={config}", f"--workdir={workdir}", f"--cpu-devices={devices}", *more]
+    environment = {**os.environ, "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+
+
+def ended(supervisor: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        said = supervisor.communicate(timeout=400)[0]
+    finally:
+        supervisor.kill()
+    return supervisor.returncode, said
+
+
+def process_of(supervisor: subprocess.Popen[str], index: int) -> int:
+    """The number of one of its processes."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == supervisor.pid and f"--process-id={index}" in (path / "cmdline").read_text().split("\0"):
+                return int(path.name)
+        except (OSError, IndexError, ValueError):
+            continue
+    raise AssertionError(f"no process {index}")
+
+
+def losses(workdir: Path) -> dict[int, float]:
+    path = workdir / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def wait_for(supervisor: subprocess.Popen[str], true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not true():
+        assert supervisor.poll() is None, supervisor.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def lives(workdir: Path) -> int:
+    path = workdir / "goodput.jsonl"
+    return account(read(path)).lives if path.exists() else 0
+
+
+@pytest.mark.slow  # five lives: 2 to 4 minutes on two cores
+def test_killed_stopped_and_resumed_by_one_process_it_is_the_same_run(config: Path, tmp_path: Path) -> None:
+    """Two processes of four devices: one is killed; then all are stopped; then one process of eight devices ends it."""
+    workdir = tmp_path / "run"
+    supervisor = launched(config, workdir, 2, 4)
+    wait_for(supervisor, lambda: max(losses(workdir), default=0) >= 12)
+    os.kill(process_of(supervisor, 1), signal.SIGKILL)
+    wait_for(supervisor, lambda: lives(workdir) == 2 and max(losses(workdir), default=0) >= 20)
+    supervisor.terminate()
+    code, said = ended(supervisor)
+    assert code == Exit.PREEMPTED, said
+    assert "process 1: killed by SIGKILL" in said
+    assert "goes on from step" in said
+    at = max(losses(workdir))
+    assert (workdir / "checkpoints" / str(at)).is_dir()  # one common step, saved by both
+    code, said = ended(launched(config, workdir, 1, 8))
+    assert code == Exit.DONE, said
+    assert f"goes on from step {at}" in said
+
+    code, said = ended(launched(config, tmp_path / "unbroken", 1, 8))
+    assert code == Exit.DONE, said
+    expected = losses(tmp_path / "unbroken")
+    found = losses(workdir)
+    assert list(found) == list(expected) == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+    accounts = account(read(workdir / "goodput.jsonl"))
+    assert (accounts.lives, accounts.faults, accounts.last_step) == (3, 1, STEPS)
+    assert accounts.seconds["lost"] > 0
+    assert accounts.seconds["restore"] > 0
