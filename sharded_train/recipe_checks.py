@@ -120,7 +120,8 @@ def _sequence(recipe: Recipe, ways: int, tensor: int, num_devices: int | None, a
     by = " x ".join(["2"] * (tensor % 2) + [f"mesh.sequence {ways}"] + [f"mesh.tensor {tensor}"] * (tensor > 1))
     why = "each device has two chunks of a row, one from either end, so that causal attention is equal work for all"
     why += "; between blocks they are split over tensor" if tensor > 1 else ""
-    works = lambda s: length % _row_unit(s, tensor) == 0 == (num_devices or 0) % (s * tensor)
+    devices = num_devices or 1 << 31  # where their number is not known, it is taken for a power of two
+    works = lambda s: length % _row_unit(s, tensor) == 0 == devices % (s * tensor)
     fits = [s for s in _divisors(length) if works(s) and (context != "ulysses" or heads % (s * tensor) == 0)]
     also = f", or mesh.sequence = {_or(nearest(ways, fits))}" if nearest(ways, fits) else ""
     problems = _no_multiple("train.sequence_length", length, by, unit, why, also)

@@ -219,6 +219,8 @@ def test_without_devices_all_that_can_be_told_is_told() -> None:
 def test_another_sequence_axis_is_offered() -> None:
     (problem,) = problems(changed("mesh.sequence=3", "model.num_heads=12", "model.head_dim=4"), None)
     assert problem.endswith("train.sequence_length = 252 or 258, or mesh.sequence = 2 or 4")
+    (problem,) = problems(changed("mesh.sequence=8", "train.sequence_length=100"), None)
+    assert problem.endswith("train.sequence_length = 96 or 112, or mesh.sequence = 2")  # not 5, of unknown devices
     (problem,) = problems(changed("mesh.sequence=6", "train.global_batch_size=64"), 24)
     assert problem.endswith("or mesh.sequence = 4 or 8")
     ulysses = ["attention.context=ulysses", "model.num_heads=6", "model.head_dim=4"]
