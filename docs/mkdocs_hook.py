@@ -1,7 +1,7 @@
 """What MkDocs needs to be told of pages that are written for a repository.
 
 Links to files outside of docs/ lead to copies in the site, and lists are read as they are elsewhere: without an empty
-line before them, and with two spaces before what belongs to a point.
+line before them, and with two spaces before what belongs to a point. Pages that mkdocs.yml does not name come last.
 """
 
 from __future__ import annotations
@@ -15,6 +15,16 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)(#[^)\s]*)?\)")
 POINT = re.compile(r" *([-*+]|\d+\.) ")
+
+
+def on_config(config: Any) -> Any:
+    """Puts the decisions last in the navigation, and before them every page that mkdocs.yml does not name."""
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    names = [str(page.relative_to(ROOT / "docs")) for page in pages]
+    for title, under in (("More", ""), ("Decisions", "decisions/")):
+        if rest := [n for n in names if n.rpartition("/")[0] == under.rstrip("/") and f"'{n}'" not in str(config.nav)]:
+            config.nav.append({title: rest})
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ import pytest
 from sharded_train import recipe
 from sharded_train.__main__ import _parsers, main
 from sharded_train.config import PREFIX, option_keys
+from sharded_train.rehearse import clusters
 from sharded_train.verbs import VERBS, Verb
 
 ROOT = Path(__file__).parents[1]
@@ -180,6 +182,29 @@ def test_targets_extras_and_programs_exist() -> None:
         for extras in re.findall(r"(?:sharded-train|-e '?\.)\[([\w,]+)\]", text):
             missing += [f"{path.name}: [{extra}]" for extra in extras.split(",") if extra not in EXTRAS]
     assert not missing
+
+
+FRAGMENTS = [
+    (path, text)
+    for path in SOURCES
+    for text in re.findall(r"^```python\n(.*?)^```", path.read_text(), re.M | re.S)
+    if "get_config" in text or text.startswith("config.")
+]
+
+
+@pytest.mark.parametrize(("path", "text"), FRAGMENTS, ids=[path.name for path, _ in FRAGMENTS])
+def test_configs_and_parts_of_them_are_taken(path: Path, text: str, tmp_path: Path) -> None:
+    if "get_config" not in text:
+        whole = f"config = ConfigDict()\n{text}return config\n"
+        text = f"from ml_collections import ConfigDict\n\ndef get_config():\n{textwrap.indent(whole, '    ')}"
+    (tmp_path / "config.py").write_text(text)
+    recipe.check(recipe.load(tmp_path / "config.py"), 8)
+
+
+def test_a_cluster_of_ones_own_is_taken(tmp_path: Path) -> None:
+    (toml,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/rehearse.md").read_text(), re.M | re.S)
+    (tmp_path / "ours.toml").write_text(toml)
+    assert clusters.parse(f"file:{tmp_path / 'ours.toml'}").num_hosts == 16
 
 
 def test_this_finds_commands() -> None:
