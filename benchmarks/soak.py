@@ -75,11 +75,11 @@ class Command:
             listening.bind(("localhost", 0))
             address = f"localhost:{listening.getsockname()[1]}"
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "PJRT_NPROC": "1", "JAX_PLATFORMS": "cpu"}
-        log = (workdir.parent / "log").open("ab")
-        return [
-            subprocess.Popen(self._words(workdir, address, i), env=environ, stdout=log, stderr=log, cwd=ROOT)
-            for i in range(self.num_processes)
-        ]
+        with (workdir.parent / "log").open("ab") as log:
+            return [
+                subprocess.Popen(self._words(workdir, address, i), env=environ, stdout=log, stderr=log, cwd=ROOT)
+                for i in range(self.num_processes)
+            ]
 
     def _words(self, workdir: Path, address: str, index: int) -> list[str]:
         count = self.num_processes
@@ -116,7 +116,7 @@ def kill(num_trials: int, num_processes: int, seconds: float, *, train: bool, rn
         command = Command(num_processes, folder, train=train)
         (folder / "undisturbed").mkdir()
         lifetime = -time.monotonic()
-        wait_for(command.start(folder / "undisturbed/run"))
+        wait_for(command.start(folder / "undisturbed/run"), folder / "undisturbed/log")
         lifetime += time.monotonic()
         directory = command.checkpoints(folder / "undisturbed/run")
         expected = record.read(directory / str(command.last_step)).leaves
@@ -164,7 +164,7 @@ def one_life(
                 break
         time.sleep(0.001)
     if moment == "never" or any(process.poll() == 0 for process in processes):
-        wait_for(processes)
+        wait_for(processes, workdir.parent / "log")
         return False
     died = [process.returncode for process in processes if process.poll() is not None]
     assert not died, f"a process ended by itself: {died}\n{(workdir.parent / 'log').read_text()[-3000:]}"
@@ -193,9 +193,9 @@ def signs(names: list[str], moment: str, latest: int, seen: int) -> bool:
     return latest > seen
 
 
-def wait_for(processes: list[subprocess.Popen[bytes]]) -> None:
+def wait_for(processes: list[subprocess.Popen[bytes]], log: Path) -> None:
     codes = [process.wait() for process in processes]
-    assert codes == [0] * len(codes), codes
+    assert codes == [0] * len(codes), f"{codes}\n{log.read_text()[-3000:]}"
 
 
 def damage(num_trials: int, rng: random.Random) -> dict[str, Any]:

@@ -19,6 +19,15 @@ COSTS = (
     "1,2,1 with full rematerialisation)"
 )
 
+CHECKPOINT_ACTIONS = {
+    "list": "the steps there are, their sizes, when and by what they were saved, and what is set aside",
+    "show": "[STEP] the record of a checkpoint and its arrays, with shapes and shardings (default: the newest)",
+    "verify": "[STEP ...] read everything and compare it with what was saved (default: all)",
+    "diff": "STEP STEP how two differ, array by array; a step, or the directory of a checkpoint",
+    "rollback": "STEP set aside the checkpoints after STEP, so that the run goes on from there",
+    "prune": "delete all but the last --keep and the multiples of --keep-every; --set-aside: what was set aside too",
+}
+
 
 def add_common(parser: argparse.ArgumentParser, needs: Sequence[str], *, has_devices: bool = True) -> None:
     """The options of every verb that has a config; `needs` are those that the verb requires."""
@@ -101,6 +110,8 @@ def add_own(parser: argparse.ArgumentParser, verb: str) -> None:
             type=_at_least(int, 1),
             help="processes that tokenize (default: one for each core)",
         )
+    if verb == "checkpoints":
+        add_checkpoints(parser)
     if verb == "goodput":
         add("--workdir", metavar="DIR", type=_path, help="of the run")
     if verb == "schedule":
@@ -148,6 +159,18 @@ def add_own(parser: argparse.ArgumentParser, verb: str) -> None:
         )
     elif verb != "train":
         add("--json", action="store_true", help="print JSON")
+
+
+def add_checkpoints(parser: argparse.ArgumentParser) -> None:
+    """The actions of `checkpoints`, and what they want to know."""
+    add, number = parser.add_argument, _at_least(int, 1)
+    words = "; ".join(f"{action}: {text}" for action, text in CHECKPOINT_ACTIONS.items())
+    add("action", metavar="ACTION", choices=list(CHECKPOINT_ACTIONS), help=words)
+    add("steps", metavar="STEP", nargs="*", help="of the checkpoints that are meant")
+    add("--workdir", metavar="DIR", type=_path, help="of the run")
+    add("--keep", metavar="K", type=number, default=3, help="prune: keep the last K (default 3)")
+    add("--keep-every", metavar="M", type=number, help="prune: keep those of steps that are multiples of M too")
+    add("--set-aside", action="store_true", help="prune: delete what was set aside as damaged or rolled back too")
 
 
 def problems(args: argparse.Namespace) -> list[str]:

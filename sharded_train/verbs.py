@@ -156,6 +156,20 @@ def _goodput(args: argparse.Namespace, overrides: list[str]) -> int:
     return goodput(args.workdir, json=args.json)
 
 
+def _checkpoints(args: argparse.Namespace, overrides: list[str]) -> int:
+    from sharded_train.checkpoints_verb import checkpoints
+
+    return checkpoints(
+        args.action,
+        args.steps,
+        args.workdir,
+        keep=args.keep,
+        keep_every=args.keep_every,
+        set_aside=args.set_aside,
+        json=args.json,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Verb:
     """One verb of the command. `needs` are its required options; one of several where they are joined by "or".
@@ -235,6 +249,14 @@ VERBS = {
         "sharded-train launch --processes=2 -- train --config=configs/quickstart.py --workdir=runs/two --cpu-devices=4",
         ("--processes",),
         _launch,
+        has_config=False,
+        has_devices=False,
+    ),
+    "checkpoints": Verb(
+        "list, show, verify, diff, rollback or prune the checkpoints of a workdir",
+        "sharded-train checkpoints verify --workdir=runs/quickstart",
+        ("--workdir",),
+        _checkpoints,
         has_config=False,
         has_devices=False,
     ),

@@ -206,7 +206,7 @@ def test_help_has_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit) as ended:
         main([verb, "--help"])
     assert ended.value.code == 0
-    assert f"sharded-train {verb} --" in capsys.readouterr().out
+    assert f"Example:\n  sharded-train {verb} " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", VERBS)

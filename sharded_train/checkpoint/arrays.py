@@ -6,6 +6,7 @@ read back to be verified is read by TensorStore, part by part, on the host: the 
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import math
@@ -21,7 +22,7 @@ import numpy.typing as npt
 import tensorstore as ts
 from orbax.checkpoint import v1 as ocp
 
-from sharded_train.checkpoint import digest, leaves
+from sharded_train.checkpoint import digest, files, leaves
 from sharded_train.checkpoint.digest import Digest
 from sharded_train.checkpoint.errors import Damage
 
@@ -35,6 +36,7 @@ _CODECS = {
 }  # compression would save 7 % and halve the speed
 _READERS = min(4, os.cpu_count() or 1)  # threads, each with two pieces in memory
 _MOST_METADATA = 1 << 20  # bytes, of one array
+_MOST_SHARDINGS = 64 << 20
 
 Part = tuple[slice, ...]
 Response = Any  # of Orbax: result(timeout=None)
@@ -85,20 +87,44 @@ def digests_on_disk(
 
 
 def _read_back(path: Path, name: str, leaf: Any, parts: list[Part] | None) -> Digest:
+    found: Digest = (0, 0)
+    for start, values in pieces(path, name, leaf, parts):
+        found = digest.added(found, digest.on_host(values, start))
+    return found
+
+
+def pieces(
+    path: Path, name: str, leaf: Any, parts: list[Part] | None = None
+) -> Iterator[tuple[tuple[int, ...], npt.NDArray[Any]]]:
+    """What is on disk of a leaf, or of `parts` of it, piece by piece: the index of its first element, and the values.
+
+    The next piece is read while one is worked on. Raises Damage where it cannot be read.
+    """
     array = _opened(path, name, leaf)
     chunk = array.chunk_layout.read_chunk.shape or ()  # None of a number
-    found: Digest = (0, 0)
-    pieces = itertools.chain.from_iterable(
-        _pieces(part, leaf.shape, chunk) for part in (parts if parts is not None else [(slice(None),) * array.ndim])
-    )
+    wanted = parts if parts is not None else [(slice(None),) * array.ndim]
     reading: list[tuple[tuple[int, ...], Any]] = []
-    for piece in itertools.chain(pieces, [None]):
-        if piece is not None:  # the next piece is read while this one is digested
-            reading.append((tuple(s.start for s in piece), array[piece].read()))
-        if reading and (piece is None or len(reading) > 1):
-            for start, future in reading if piece is None else [reading.pop(0)]:
-                found = digest.added(found, digest.on_host(_waited(future, path, name), start))
-    return found
+    for piece in itertools.chain.from_iterable(_cut(part, leaf.shape, chunk) for part in wanted):
+        reading.append((tuple(s.start for s in piece), array[piece].read()))
+        if len(reading) > 1:
+            start, future = reading.pop(0)
+            yield start, _waited(future, path, name)
+    for start, future in reading:
+        yield start, _waited(future, path, name)
+
+
+def shardings(path: Path) -> dict[str, str]:
+    """How leaves were placed when they were saved, in words, as far as Orbax has noted it."""
+    try:
+        noted = json.loads(files.read(path / _STATE / "_sharding", _MOST_SHARDINGS))
+        placed = {base64.b64decode(name).decode(): json.loads(text) for name, text in noted.items()}
+        return {
+            name.replace(".", "/"): f"{dict(zip(x['axis_names'], x['shape'], strict=True))} {x['partition_spec']}"
+            for name, x in placed.items()
+            if x.get("sharding_type") == "NamedSharding"
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
 
 
 def check_layout(path: Path, stored: Mapping[str, Any]) -> None:
@@ -168,7 +194,7 @@ def _waited(future: Any, path: Path, name: str) -> npt.NDArray[Any]:
         raise Damage(f"{path / _STATE}: {name} cannot be read: {_first_line(error)}") from None
 
 
-def _pieces(part: Part, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[Part]:
+def _cut(part: Part, shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[Part]:
     """The parts of `part` that lie in one chunk each."""
     ranges = []
     for bounds, size, length in zip(part, shape, chunk, strict=True):

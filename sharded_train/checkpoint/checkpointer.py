@@ -194,10 +194,8 @@ class Checkpointer:
         return problem
 
     def _prune(self) -> None:
-        steps = self.steps()
-        for step in steps[: -self._keep]:
-            if not (self._keep_every and step % self._keep_every == 0):
-                files.remove(self.path(step))
+        for step in superseded(self.steps(), self._keep, self._keep_every):
+            files.remove(self.path(step))
         for directory in self.directories:
             files.remove_leftovers(directory)
 
@@ -205,6 +203,11 @@ class Checkpointer:
         return CheckpointError(
             f"the checkpoint of step {step} was not written to {self.saves_to / str(step)}: {problem}"
         )
+
+
+def superseded(steps: list[int], keep: int, keep_every: int | None) -> list[int]:
+    """Which of the verified steps go: all but the last `keep` and the multiples of `keep_every`."""
+    return [step for step in steps[:-keep] if not (keep_every and step % keep_every == 0)]
 
 
 def _is_verified(path: Path, step: int) -> bool:
