@@ -93,8 +93,26 @@ def lives(workdir: Path) -> int:
     return account(read(path)).lives if path.exists() else 0
 
 
-@pytest.mark.slow  # five lives: 2 to 4 minutes on two cores
-def test_killed_stopped_and_resumed_by_one_process_it_is_the_same_run(config: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def unbroken(config: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of one process with eight devices, without a fault."""
+    workdir = tmp_path_factory.mktemp("unbroken") / "run"
+    code, said = ended(launched(config, workdir, 1, 8))
+    assert code == Exit.DONE, said
+    return losses(workdir)
+
+
+def assert_alike(workdir: Path, expected: dict[int, float]) -> None:
+    """Every step once, with the losses of the unbroken run."""
+    found = losses(workdir)
+    assert list(found) == list(expected) == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+
+
+@pytest.mark.slow  # four lives: 2 to 4 minutes on two cores
+def test_killed_stopped_and_resumed_by_one_process_it_is_the_same_run(
+    config: Path, unbroken: dict[int, float], tmp_path: Path
+) -> None:
     """Two processes of four devices: one is killed; then all are stopped; then one process of eight devices ends it."""
     workdir = tmp_path / "run"
     supervisor = launched(config, workdir, 2, 4)
@@ -112,13 +130,43 @@ def test_killed_stopped_and_resumed_by_one_process_it_is_the_same_run(config: Pa
     assert code == Exit.DONE, said
     assert f"goes on from step {at}" in said
 
-    code, said = ended(launched(config, tmp_path / "unbroken", 1, 8))
-    assert code == Exit.DONE, said
-    expected = losses(tmp_path / "unbroken")
-    found = losses(workdir)
-    assert list(found) == list(expected) == list(range(1, STEPS + 1))
-    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
+    assert_alike(workdir, unbroken)
     accounts = account(read(workdir / "goodput.jsonl"))
     assert (accounts.lives, accounts.faults, accounts.last_step) == (3, 1, STEPS)
     assert accounts.seconds["lost"] > 0
     assert accounts.seconds["restore"] > 0
+
+
+@pytest.mark.slow  # six lives: 3 to 6 minutes on two cores
+def test_on_8_4_2x4_and_1_devices_stopped_and_without_a_coordinator_it_is_the_same_run(
+    config: Path, unbroken: dict[int, float], tmp_path: Path
+) -> None:
+    """One process of 8 devices, of 4 with another ZeRO stage, two of 4, one of 1. Of the two, one is stopped (SIGSTOP)
+    and found by its heartbeat, which is 10 s, then the coordinator is killed.
+    """
+    workdir = tmp_path / "run"
+    code, said = ended(launched(config, workdir, 1, 8, "--config.train.stop_at=15"))
+    assert code == Exit.DONE, said
+    code, said = ended(launched(config, workdir, 1, 4, "--config.train.stop_at=20", "--config.zero.stage=1"))
+    assert code == Exit.DONE, said
+    assert "2 data ranks where the checkpoint's run had 4: train.num_microbatches = 2 in place of 1" in said
+
+    supervisor = launched(config, workdir, 2, 4, "--config.train.stop_at=45")
+    wait_for(supervisor, lambda: max(losses(workdir)) >= 23)
+    begin = time.monotonic()
+    stopped = process_of(supervisor, 1)
+    os.kill(stopped, signal.SIGSTOP)
+    wait_for(supervisor, lambda: not Path(f"/proc/{stopped}").exists())
+    assert time.monotonic() - begin < 2 * 10 + 5
+    wait_for(supervisor, lambda: lives(workdir) == 4 and max(losses(workdir)) >= 27)
+    os.kill(process_of(supervisor, 0), signal.SIGKILL)
+    code, said = ended(supervisor)
+    assert code == Exit.DONE, said
+    assert "process 0: killed by SIGKILL" in said
+
+    code, said = ended(launched(config, workdir, 1, 1, "--config.mesh.tensor=1", "--config.zero.stage=0"))
+    assert code == Exit.DONE, said
+    assert "1 data ranks where the checkpoint's run had 4: train.num_microbatches = " in said
+    assert_alike(workdir, unbroken)
+    accounts = account(read(workdir / "goodput.jsonl"))
+    assert (accounts.lives, accounts.faults, accounts.last_step) == (6, 2, STEPS)
