@@ -33,7 +33,7 @@ def peak_of(device: jax.Device, dtype: jnp.dtype) -> Peak:
     return Peak(peak / sharing, words if sharing == 1 else f"{words}, shared by {sharing} devices")
 
 
-def _measured(device: jax.Device, dtype: jnp.dtype, size: int, at_least: float = 0.3) -> float:
+def _measured(device: jax.Device, dtype: jnp.dtype, size: int, at_least: float = 0.1) -> float:
     """FLOP/s of the fastest square matrix product, summed in fp32, of those within so many seconds."""
     a = jax.device_put(jnp.ones((size, size), dtype), device)
     product = jax.jit(lambda a: jax.lax.dot(a, a, preferred_element_type=jnp.float32)).lower(a).compile()
