@@ -1,6 +1,7 @@
 """Context parallelism on virtual CPU devices: what attention costs, split over a sequence axis, beside one device.
 
-    python benchmarks/context.py [--devices 4] [--tokens 2048 4096 8192 16384] [--rounds 3] [--json OUT]
+    python benchmarks/context.py [--devices 4] [--tokens 2048 4096 8192 16384] [--window W] [--rounds 3]
+        [--json OUT]
 
 Forward and backward pass of one layer's attention, fp32, one row of so many tokens, one document or several. The
 devices share the cores, so that CPU time is the work of all of them together: 1.0 is no more than one device does.
@@ -28,6 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
+    parser.add_argument("--window", type=int, help="keys that a query sees; without it all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the results here too")
     args = parser.parse_args()
@@ -52,7 +54,7 @@ def measure(tokens: int, packed: bool, args: argparse.Namespace) -> list[dict[st
     starts = draw.random(tokens) < 1 / MEAN_DOCUMENT if packed else np.zeros(tokens, bool)
     given = [*arrays, 1 + np.cumsum(starts, dtype=np.int32)[None]]
     split = [zigzag.arrange(x, args.devices) for x in given]
-    steps = {way: (step_of(way, args.devices), given if way == "one device" else split) for way in ways()}
+    steps = {way: (step_of(way, args.devices, args.window), given if way == "one device" else split) for way in ways()}
     least = dict.fromkeys(steps, float("inf"))
     for round_ in range(args.rounds + 1):
         for way, (step, inputs) in steps.items():
@@ -80,7 +82,7 @@ def ways() -> tuple[str, ...]:
     return ("one device", *STRATEGIES)
 
 
-def step_of(way: Any, devices: int) -> Callable[..., Any]:
+def step_of(way: Any, devices: int, window: int | None) -> Callable[..., Any]:
     """Output and gradients, jitted."""
     import jax
     import numpy as np
@@ -90,9 +92,9 @@ def step_of(way: Any, devices: int) -> Callable[..., Any]:
     from sharded_train.ops import attention, context
 
     if way == "one device":
-        fn = functools.partial(attention.attention, implementation="xla")
+        fn = functools.partial(attention.attention, implementation="xla", windows=(window,))
     else:
-        fn = functools.partial(context.context_attention, implementation="xla", strategy=way)
+        fn = functools.partial(context.context_attention, implementation="xla", strategy=way, windows=(window,))
 
     def both(q: Any, k: Any, v: Any, d_out: Any, segments: Any) -> Any:
         out, pullback = jax.vjp(lambda q, k, v: fn(q, k, v, segments), q, k, v)
