@@ -40,9 +40,12 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 
 
 def commands(path: Path) -> Iterator[str]:
-    """What follows `sharded-train` in a file's commands, in code or among words, lines with a backslash joined."""
+    """What follows `sharded-train` in a file's commands, in code or among words, lines with a backslash joined.
+
+    What launch/'s files are given they pass on to `train`.
+    """
     text = re.sub(r" *\\\n[ #]*", " ", path.read_text())
-    text = re.sub(r"launch/(slurm.sbatch|openmpi.sh\)?`? HOSTFILE) --", "sharded-train train --", text)  # these pass it on
+    text = re.sub(r"launch/(slurm.sbatch|openmpi.sh\)?`? HOSTFILE) --", "sharded-train train --", text)
     for line in text.splitlines():
         for found in COMMAND.finditer(line):
             shown = found[1].split("  #")[0].rstrip("|; ")
