@@ -125,11 +125,11 @@ def _loop(
                 log.flush()  # a state is saved only after the loss before it, and its weights, have been looked at
                 if not program.is_finite(state.params):
                     raise log.health.weights_broken(step)
-                with log.pace.excluded(), run.guard.phase("save"):
+                with log.pace.excluded(), waiting(), run.guard.phase("save"):
                     run.saves.save(step, program.to_checkpoint(state), _record(run, step, log.tokens_seen))
             if last or (_due(step, recipe.evaluate.every) and not stopping):
                 log.flush()
-                with log.pace.excluded(), run.guard.phase("evaluate"):
+                with log.pace.excluded(), waiting(), run.guard.phase("evaluate"):
                     found = validate(program, state.evaluated, run.data, recipe)
                     log.validation(step, found.loss, found.bits_per_byte, in_words(step, found, run.data))
             if stopping:

@@ -37,8 +37,8 @@ class Child:
 
         It is not reaped before `join`: until then its number belongs to it, and `kill` meets nobody else.
         """
-        if self._process.returncode is not None:
-            return self._process.returncode
+        if self._process.returncode is not None or not hasattr(os, "waitid"):  # older Pythons on macOS lack it
+            return self._process.poll()
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None

@@ -27,9 +27,9 @@ KINDS = {
     "compile": "compiling the step",
     "save": "waiting for checkpoints",
     "restore": "reading checkpoints",
-    "evaluate": "validation",
-    "lost": "lost to faults: from the last record before one to the next start",
-    "idle": "not running: from an orderly stop to the next start",
+    "evaluate": "validation, and the sample at the end",
+    "lost": "lost to faults",  # from the last record before one to the next start
+    "idle": "not running",  # from an orderly stop to the next start
 }
 
 

@@ -26,7 +26,7 @@ class Inspection:
         self._good: int | None = None  # the last step at which the replicas were alike
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """What is done inside is to wait for the devices, and so for the other processes."""
+        """What is done inside is to wait for the devices, or work of all together: it makes nobody late."""
         return self._lateness.waiting()
 
     def begin(self, step: int) -> None:

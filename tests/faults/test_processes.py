@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 from sharded_train.exits import Exit
 from sharded_train.faults.goodput import account, read
+from sharded_train.launch_verb import free_port
 
 STEPS = 60
 SETTINGS: dict[str, Any] = {
@@ -46,10 +47,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def launched(config: Path, workdir: Path, processes: int, devices: int, *more: str) -> subprocess.Popen[str]:
-    """A supervisor with its processes, of `devices` devices each."""
-    command = [sys.executable, "-m", "sharded_train", "launch", f"--processes={processes}", "--backoff=0.1", "--"]
-    command += ["train", f"--config={config}", f"--workdir={workdir}", f"--cpu-devices={devices}", *more]
+def launched(
+    config: Path, workdir: Path, processes: int, devices: int, *more: str, options: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """A supervisor, with `options`, and its processes, of `devices` devices each."""
+    command = [sys.executable, "-m", "sharded_train", "launch", f"--processes={processes}", "--backoff=0.1", *options]
+    command += ["--", "train", f"--config={config}", f"--workdir={workdir}", f"--cpu-devices={devices}", *more]
     environment = {**os.environ, "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
 
@@ -170,3 +173,36 @@ def test_on_8_4_2x4_and_1_devices_stopped_and_without_a_coordinator_it_is_the_sa
     assert_alike(workdir, unbroken)
     accounts = account(read(workdir / "goodput.jsonl"))
     assert (accounts.lives, accounts.faults, accounts.last_step) == (6, 2, STEPS)
+
+
+@pytest.mark.slow  # four lives on two hosts: 2 to 4 minutes on two cores
+def test_two_hosts_each_with_its_supervisor_come_together_again(
+    config: Path, unbroken: dict[int, float], tmp_path: Path
+) -> None:
+    """A process dies on one host: that of the other aborts for want of it, and both supervisors start theirs again."""
+    workdir = tmp_path / "run"
+    hosts = [f"--host-index={i}" for i in range(2)]
+    where = ["--hosts=2", f"--coordinator=localhost:{free_port()}"]
+    supervisors = [launched(config, workdir, 1, 4, options=[*where, host]) for host in hosts]
+    wait_for(supervisors[0], lambda: max(losses(workdir), default=0) >= 12)
+    os.kill(process_of(supervisors[1], 1), signal.SIGKILL)
+    found = [ended(supervisor) for supervisor in supervisors]
+    assert [code for code, _ in found] == [Exit.DONE] * 2, found
+    assert all("restart 1 in" in said for _, said in found)
+    assert_alike(workdir, unbroken)
+
+
+@pytest.mark.slow  # two lives: a minute on two cores
+def test_sigterm_while_two_processes_compile_is_heard_after_the_first_step(config: Path, tmp_path: Path) -> None:
+    supervisor = launched(config, tmp_path / "run", 2, 4)
+    wait_for(supervisor, lambda: '"phase": "startup"' in text_of(tmp_path / "run/goodput.jsonl"))
+    supervisor.terminate()
+    code, said = ended(supervisor)
+    assert code == Exit.PREEMPTED, said
+    steps = [int(path.name) for path in (tmp_path / "run/checkpoints").iterdir() if path.name.isdecimal()]
+    assert steps == [max(losses(tmp_path / "run"))]
+    assert steps[0] <= 3
+
+
+def text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
