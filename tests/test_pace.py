@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections import Counter
@@ -14,6 +15,7 @@ from sharded_train.flops import Flops, flops_of, flops_of_step
 from sharded_train.rehearse import computed, hlo, timeline, wires
 from sharded_train.rehearse.pace import Conditional, Doing, Pace, pace_of
 from sharded_train.rehearse.streams import Streams
+from sharded_train.rehearse.streams_state import Event, State, mean_of
 from sharded_train.rehearse.wires import collectives
 from sharded_train.rehearse.wires_places import Places
 from sharded_train.schedules.build import make
@@ -175,3 +177,20 @@ def test_layers_of_several_windows_count_as_often_as_there_are_such() -> None:
     section = computed.describe(parsed, flops_of(program), "bf16", found)
     assert not section["conditionals"]
     assert abs(section["explained"]["not explained"]) < 0.02 * section["products"]
+    sent, _ = collectives(parsed, Places.of(program.mesh))
+    mean, slowest = (
+        Streams(parsed, CLUSTER.device, sent, dataclasses.replace(found, windows=windows)).run()
+        for windows in (found.windows, {})
+    )
+    assert mean.seconds == pytest.approx(slowest.seconds)  # rows so short are as soon read whole as in part
+
+
+def test_the_mean_of_branches_is_drawn_as_long_as_it_takes() -> None:
+    """Of a second and of five, taken three times of four and once."""
+    short, long = State(now=3.0), State(now=7.0)
+    short.totals["kind", "attention"], long.totals["kind", "attention"] = 1.0, 5.0
+    long.events += [Event("compute", "before", "mlp", 0.0, 2.0), Event("compute", "all", "attention", 3.0, 4.0)]
+    mean = mean_of([short, long], [0.75, 0.25], 2.0)
+    assert mean.now == 4.0
+    assert mean.totals["kind", "attention"] == 2.0
+    assert mean.events == [long.events[0], Event("compute", "all", "attention", 2.4, 1.6)]

@@ -25,7 +25,7 @@ from sharded_train.rehearse.hlo import Computation, Instruction, Module
 from sharded_train.rehearse.hlo_walk import branches_of, trip_count
 from sharded_train.rehearse.pace import Conditional, Doing, Pace
 from sharded_train.rehearse.scopes import words_of
-from sharded_train.rehearse.streams_state import COMPUTE, Event, Key, LoopRun, Result, State, repeat, wait
+from sharded_train.rehearse.streams_state import COMPUTE, Event, Key, LoopRun, Result, State, mean_of, repeat, wait
 from sharded_train.rehearse.wires import Collective
 from sharded_train.rehearse.wires_totals import axes_in_words
 
@@ -149,7 +149,9 @@ class Streams:
     def _conditional(
         self, state: State, conditional: Instruction, branches: Sequence[Computation | None], level: int
     ) -> State:
-        """The branch that the stage takes that is followed; where that is not known, the slowest."""
+        """The branch that the stage takes that is followed; of those that layers take in turn, their mean; where it is
+        not known, the slowest.
+        """
         take = lambda state, branch: state if branch is None else self._computation(state, branch, level)
         known = self._known(conditional)
         if known is not None and self._doing is not None:
@@ -158,6 +160,9 @@ class Streams:
             index = known.busy if busy else next(i for i in range(known.count) if i != known.busy)
             return take(state, branches[index])  # type: ignore[no-any-return]
         states = [take(state.copy(), branch) for branch in branches]
+        shares = {} if self.pace is None else self.pace.windows
+        if (conditional.name, 0) in shares:
+            return mean_of(states, [float(shares[conditional.name, i]) for i in range(len(states))], state.now)
         ends = [each.now for each in states]
         if max(ends) - min(ends) > MICROSECOND:
             self._notes[_SLOWEST] = None

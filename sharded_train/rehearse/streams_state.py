@@ -102,6 +102,26 @@ def repeat(state: State, times: int, began: float, totals: Totals, name: str) ->
     state.now += seconds
 
 
+def mean_of(states: Sequence[State], shares: Sequence[float], began: float) -> State:
+    """Where the mean of several branches is, each taken so often; the longest is drawn, as long as the mean takes."""
+    mean = lambda values: sum(share * value for share, value in zip(shares, values, strict=True))
+    longest, now = max(states, key=lambda state: state.now), mean([state.now for state in states])
+    scale = (now - began) / (longest.now - began) if longest.now > began else 1.0
+    at = lambda time: began + (time - began) * scale if time > began else time
+    events = [
+        event
+        if event.start < began
+        else dataclasses.replace(event, start=at(event.start), seconds=event.seconds * scale)
+        for event in longest.events
+    ]
+    sent = {lane: [(at(a), at(b), key) for a, b, key in each] for lane, each in longest.sent.items()}
+    totals: Totals = defaultdict(float)
+    for key in set().union(*(state.totals for state in states)):
+        totals[key] = mean([state.totals.get(key, 0.0) for state in states])
+    free = {lane: mean([state.free[lane] for state in states]) for lane in longest.free}
+    return State(now, free, totals, defaultdict(list, sent), events, longest.loops)
+
+
 def wait(state: State, until: float, lane: str, key: Key) -> None:
     """Compute nothing until then; the time is exposed communication of what the link carries meanwhile."""
     if until <= state.now:
