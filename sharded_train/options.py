@@ -233,6 +233,8 @@ def _bytes(text: str) -> int:
 def _path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("it is empty")
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text} is an address; wanted a path, such as that of a mounted bucket")
     return Path(text)
 
 

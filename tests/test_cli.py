@@ -76,6 +76,7 @@ def test_train(calls: list[Any], tmp_path: Path) -> None:
     main(["train", QUICKSTART, f"--workdir={tmp_path}", "--init-from=other", "--init-only=layers/*,norm"])
     assert calls[2][2]["initial"] == InitialWeights(Path("other"), ("layers/*", "norm"), None)
     assert main(["train", QUICKSTART, f"--workdir={tmp_path}", "--resume=latest"]) == 2
+    assert main(["train", QUICKSTART, "--workdir=gs://bucket/run"]) == 2
     assert main(["train", QUICKSTART, f"--workdir={tmp_path}", "--init-only=layers/*"]) == 2
 
 

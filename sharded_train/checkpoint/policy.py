@@ -60,7 +60,7 @@ class SavePolicy:
     def save(self, step: int, state: Any, run: dict[str, Any]) -> None:
         """Begins to save; a failure is told, and tried again at a later step."""
         self._look(wait=True)
-        self._begun_at, self._last_record = self._clock(), run
+        self._begun_at, self._last_record, self._saved = self._clock(), run, None
         try:
             self._checkpointer.save(step, state, run)
             self._saving = step
