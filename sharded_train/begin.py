@@ -22,6 +22,7 @@ from sharded_train.faults.guard import Guard
 from sharded_train.faults.health import Diverged, RollBack
 from sharded_train.faults.inspection import Inspection
 from sharded_train.faults.lock import WorkdirLock
+from sharded_train.faults.once import Once
 from sharded_train.recipe import Recipe
 from sharded_train.show import describe
 from sharded_train.step import Program, TrainState
@@ -73,7 +74,8 @@ def begin(
     agreement.check(group, config.to_dict(recipe), report.versions())
     checkpointer = assemble.checkpointer_of(recipe, workdir)
     stack.enter_context(contextlib.closing(checkpointer))
-    choice, last_step = checkpointer.choose(start.resume), assemble.last_step_of(recipe)
+    once = Once(workdir)
+    choice, last_step = checkpointer.choose(once.resume(start.resume)), assemble.last_step_of(recipe)
     if choice.steps and recipe.faults.elastic:
         recipe, adapted = elastic.adapted(recipe, checkpointer.record(choice.step), jax.device_count())
         if adapted:
@@ -108,6 +110,7 @@ def begin(
     if jax.process_index() == 0:
         workdir.mkdir(parents=True, exist_ok=True)
         lock.take()
+        once.done(start.resume)
         layout.claim(workdir, recipe, data.tokenizer.backend.to_str())
     guard.claimed(workdir, lock)
     layout.keep_compiled(workdir)

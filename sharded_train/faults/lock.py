@@ -58,7 +58,7 @@ class WorkdirLock:
         self._path, self._beat = workdir / FILE, beat
         self._file: int | None = None
         self._me = Owner(
-            socket.gethostname(), os.getpid(), _kernel(), _born(os.getpid()), time.time(), secrets.token_hex(8)
+            socket.gethostname(), os.getpid(), _kernel(), born(os.getpid()), time.time(), secrets.token_hex(8)
         )
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -114,7 +114,7 @@ class WorkdirLock:
     def _lives(self, file: int, owner: Owner, beat: int, held: bool) -> bool:
         """Whether the owner in the record still runs, where the kernel says that the lock is free, or says nothing."""
         if owner.kernel == self._me.kernel:
-            return not held and _born(owner.pid) == owner.born
+            return not held and born(owner.pid) == owner.born
         deadline = time.monotonic() + _SILENT * self._beat
         while time.monotonic() < deadline:
             if _read(file)[1] != beat:
@@ -185,7 +185,7 @@ def _kernel() -> str:
         return socket.gethostname()
 
 
-def _born(pid: int) -> str:
+def born(pid: int) -> str:
     """When a process of this host began, in its kernel's ticks; "" if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
