@@ -98,8 +98,9 @@ def test_the_last_ones_are_kept_and_nothing_foreign_is_touched(checkpointer: Che
     for foreign in ("4", "007", "notes", "4.old", "x.deleting"):
         (directory / foreign).mkdir(parents=True)
         (directory / foreign / "file").write_text("somebody's")
-    for leftover in ("2.orbax-checkpoint-tmp", "1.deleting"):
+    for leftover in ("2.orbax-checkpoint-tmp", "1.deleting", "3.4.saving", "3.4.saving.orbax-checkpoint-tmp"):
         (directory / leftover).mkdir()
+    (directory / ".probe-0-4711").write_text("")
     assert checkpointer.steps() == []  # 4 is somebody's, and no candidate
     save_steps(checkpointer, state, 5, 6, 7)
     assert checkpointer.latest_step() == 7

@@ -18,6 +18,7 @@ DELETING = "deleting"  # ours while one is removed
 DAMAGED = "damaged"  # set aside, never deleted
 ROLLED_BACK = "rolled_back"  # set aside by a roll-back to an earlier step
 _LEFTOVER = re.compile(rf"\d+(\.\d+)?\.({SAVING}|{DELETING}|({SAVING}\.)?orbax-checkpoint-tmp)")
+_PROBE = re.compile(r"\.probe-\d+-\d+")
 _MOST_FILES, _DEEPEST = 1_000_000, 8
 _PIECE = 1 << 20
 
@@ -163,6 +164,16 @@ def remove_leftovers(directory: Path) -> None:
     for path in directory.iterdir():
         if _LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)  # a save that was given up may still be writing there
+        elif _PROBE.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+def try_to_write(directory: Path, index: int) -> None:
+    """Raises OSError if this process, number `index`, cannot write there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    probe = directory / f".probe-{index}-{os.getpid()}"
+    probe.write_bytes(b"probe")
+    probe.unlink(missing_ok=True)  # process 0 may be clearing up what others left
 
 
 def free_bytes(directory: Path) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import os
 import socket
 import time
 from collections.abc import Mapping
@@ -123,11 +122,8 @@ def begin(step: int, path: Path, attempt: int, state: Any, run: Mapping[str, Any
 
 def _cannot_write(directory: Path, num_bytes: int, index: int) -> str | None:
     """What hinders this process to write a checkpoint there, or nothing."""
-    probe = directory / f".probe-{index}-{os.getpid()}"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"probe")
-        probe.unlink()
+        files.try_to_write(directory, index)
         free = files.free_bytes(directory)
     except OSError as error:
         return f"{directory} cannot be written: {reason(error)}"
