@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from sharded_train import gpu_flags
+from sharded_train import gpu_flags, scaling_resumed
 from sharded_train import recipe as recipes
 from sharded_train import workdir as layout
 from sharded_train.checkpoint import Checkpointer, CheckpointError
@@ -88,9 +88,9 @@ def resume(
     allows it); DamagedData if none is left.
     """
     accept = lambda path, record: _check_data(path, record, data, other_data)
-    step, state, record = checkpointer.resume(choice, program.abstract_checkpoint, accept)
+    step, state, record = checkpointer.resume(choice, scaling_resumed.wanted(program), accept)
     _check_step(checkpointer, step, state)
-    return Resumed(step, program.from_checkpoint(state), record)
+    return Resumed(step, scaling_resumed.taken_up(program, state), record)
 
 
 def restore(
@@ -98,14 +98,19 @@ def restore(
 ) -> tuple[TrainState, dict[str, Any]]:
     """The state after `step` steps and the record saved with it. As `resume`, of this step alone; nothing is moved."""
     _check_data(checkpointer.path(step), checkpointer.record(step), data, other_data)
-    state, record = checkpointer.restore(step, program.abstract_checkpoint)
+    return to_read(program, checkpointer, step)
+
+
+def to_read(program: Program, checkpointer: Checkpointer, step: int) -> tuple[TrainState, dict[str, Any]]:
+    """The state of a checkpoint, not to be trained on, and its record."""
+    state, record = checkpointer.restore(step, scaling_resumed.wanted(program, to_train=False))
     _check_step(checkpointer, step, state)
-    return program.from_checkpoint(state), record
+    return scaling_resumed.taken_up(program, state), record
 
 
 def _check_step(checkpointer: Checkpointer, step: int, state: TrainState) -> None:
-    if int(state.step) != step:
-        raise CheckpointError(f"{checkpointer.path(step)} holds the state of step {int(state.step)}, not of {step}")
+    if (held := int(state.step) + int(state.skipped)) != step:
+        raise CheckpointError(f"{checkpointer.path(step)} holds the state of step {held}, not of {step}")
 
 
 def _check_data(path: Path, record: dict[str, Any], data: TextData, other_data: bool) -> None:

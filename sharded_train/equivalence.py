@@ -22,7 +22,7 @@ from sharded_train.models.decoder import DecoderConfig
 from sharded_train.optimizer import SGD, Constant
 from sharded_train.params import named_leaves
 from sharded_train.pipeline import PipelineConfig
-from sharded_train.precision import PrecisionConfig
+from sharded_train.precision import PrecisionConfig, Recipe
 from sharded_train.sharding import ZeroConfig
 from sharded_train.step import Batch, Program, TrainConfig, build_program
 
@@ -84,7 +84,7 @@ class Measurement:
     grads: dict[str, np.ndarray]
 
 
-def program(model: DecoderConfig, layout: Layout, *, recipe: Literal["fp32", "bf16"] = "fp32", **train: Any) -> Program:
+def program(model: DecoderConfig, layout: Layout, *, recipe: Recipe = "fp32", **train: Any) -> Program:
     """A program whose optimizer is SGD with learning rate 1: Adam hides a gradient that is k times too large."""
     steps = dataclasses.replace(
         ONE_STEP, num_microbatches=layout.num_microbatches, remat=layout.remat, overlap=layout.overlap

@@ -58,7 +58,7 @@ def generate(
     tokenizer = load_tokenizer(workdir / layout.TOKENIZER, recipe.model.vocab_size, lambda text: None)
     sampling = Sampling(max_tokens, temperature, top_k, seed)
     check(program, tokenizer, prompt, sampling)
-    state = program.from_checkpoint(checkpointer.restore(step, program.abstract_checkpoint)[0])
+    state, _ = assemble.to_read(program, checkpointer, step)
     texts = sample_text(program, state.evaluated, tokenizer, prompt, sampling, num_samples)
     if jax.process_index() == 0:
         if json:

@@ -17,6 +17,7 @@ lies outside the layers is gathered at the beginning and settled at the end: of 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from sharded_train.local import Batch, Local, Loss, Microbatch
 from sharded_train.models import stack
 from sharded_train.models.stack import Source
 from sharded_train.params import Tree
-from sharded_train.sharding import Plan, is_placement
+from sharded_train.sharding import Placement, Plan, is_placement
 
 FP32 = jnp.dtype(jnp.float32)
 
@@ -41,23 +42,63 @@ class Held(NamedTuple):
     first: Tree | None = None  # the first layer's, where the pass before has left them
 
 
-def loss_and_grads(local: Local, shards: Tree, batch: Batch, key: jax.Array) -> tuple[Loss, Tree, jax.Array]:
-    """The loss, the mean loss's gradients in fp32 where the shards lie, and the norm of the whole gradient.
+class Found(NamedTuple):
+    """What the passes of a step find."""
+
+    loss: Loss
+    grads: Tree  # of the mean loss, fp32, where the shards lie
+    norm: jax.Array  # of the whole gradient
+    seen: Tree  # by FP8 products, see `Fp8Layers`; None without
+
+
+def loss_and_grads(local: Local, shards: Tree, scaling: Tree, batch: Batch, key: jax.Array) -> Found:
+    """One forward and backward pass of the batch.
 
     Gradients of several microbatches are summed in fp32: locally under ZeRO 0 and 1, in their shards under 2 and 3.
+    `scaling` is the precision recipe's part of the state.
     """
     num_tokens = local.num_targets(batch)
     m = local.train.num_microbatches
     microbatches = Microbatch(batch, local.token_numbers(batch))
     microbatches = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:]), microbatches)
-    passes = _Passes(local, shards, key, num_tokens)
+    passes = _Passes(local, shards, scaling, key, num_tokens, batch.tokens.shape[0] // m)
     if local.plan.zero.stage == 3:
         nll, grads = passes.gathering_always(microbatches)
     elif local.streams:
         nll, grads = passes.gathering_in_the_first(microbatches)
     else:
         nll, grads = passes.gathering_before(microbatches)
-    return Loss(local.over_tokens(nll), num_tokens), grads, local.global_norm(grads)
+    return outcome(local, shards, scaling, Loss(local.over_tokens(nll), num_tokens), grads)
+
+
+def outcome(local: Local, shards: Tree, scaling: Tree, loss: Loss, grads: Tree) -> Found:
+    """What was found, from gradients with all that was seen among those of the layers."""
+    layers, seen = dict(grads["layers"]), None
+    if local.fp8 is not None:
+        of_weights = local.fp8.weights_seen(shards["layers"], layers_of(scaling))
+        seen = joined(local.fp8.over_mesh(layers.pop(stack.SEEN).of), of_weights)
+    grads = {**grads, "layers": layers}
+    if scaling is not None and "loss_scale" in scaling:
+        grads = jax.tree.map(lambda grad: grad / scaling["loss_scale"], grads)
+    return Found(loss, grads, local.global_norm(grads), seen)
+
+
+def divisor(scaling: Tree, num_tokens: jax.Array) -> jax.Array:
+    """What the sum over tokens is divided by to be differentiated: it becomes a mean, times fp16's loss scale."""
+    tokens = jnp.maximum(num_tokens, 1)
+    return tokens / scaling["loss_scale"] if scaling is not None and "loss_scale" in scaling else tokens
+
+
+def layers_of(scaling: Tree) -> Tree:
+    """FP8's part of the precision recipe's state: None where it needs none."""
+    return None if scaling is None else scaling.get("layers")
+
+
+def joined(a: Tree, b: Tree) -> Tree:
+    """Two nested dicts in one."""
+    if not isinstance(a, dict):
+        return a
+    return {key: joined(a[key], b[key]) if key in a and key in b else {**b, **a}[key] for key in {**a, **b}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,43 +107,45 @@ class _Passes:
 
     local: Local
     shards: Tree
+    scaling: Tree
     key: jax.Array
     num_tokens: jax.Array
+    rows: int  # of each device in a microbatch
 
     def gathering_always(self, microbatches: Microbatch) -> tuple[jax.Array, Tree]:
         """ZeRO 3. Where weights are fetched ahead a pass ends with those that the next one begins with."""
-        layers = self.local.layers(self.shards)
+        layers = self._layers()
         held = Held(None, layers, layers.at(0) if layers.ahead else None)
-        plan = self.local.plan
-        return self._many(held, settled_zeros(plan, plan.placements), microbatches, settle=True)
+        return self._many(held, settled_zeros(self.local), microbatches, settle=True)
 
     def gathering_before(self, microbatches: Microbatch) -> tuple[jax.Array, Tree]:
         """ZeRO 0 to 2 with nothing hidden."""
         plan = self.local.plan
-        held = Held(self.local.outer(self.shards), self.local.whole_layers(self.shards))
+        held = Held(self.local.outer(self.shards), self._layers(whole=True))
         if plan.zero.stage == 2:
-            return self._many(held, settled_zeros(plan, plan.placements), microbatches, settle=True)
-        nll, sums = self._many(held, local_zeros(plan, plan.placements, FP32), microbatches, settle=False)
-        return nll, plan.settle(sums, self.shards, plan.placements)
+            return self._many(held, settled_zeros(self.local), microbatches, settle=True)
+        nll, sums = self._many(held, local_zeros(self.local), microbatches, settle=False)
+        return nll, settled(plan, sums, self.shards, plan.placements)
 
     def gathering_in_the_first(self, microbatches: Microbatch) -> tuple[jax.Array, Tree]:
         """ZeRO 0 to 2, layer by layer."""
         plan, m = self.local.plan, self.local.train.num_microbatches
-        held = Held(self.local.outer(self.shards), self.local.layers(self.shards))
-        grads = settled_zeros(plan, plan.placements)
+        held = Held(self.local.outer(self.shards), self._layers())
+        grads = settled_zeros(self.local)
         if plan.zero.stage == 2 or m == 1:
             first, held, grads = self._one(held, grads, _at(microbatches, 0), keep=True, settle=True)
             rest, grads = self._many(held, grads, _at(microbatches, slice(1, m)), settle=True)
             return first + rest, grads
-        first, held, sums = self._one(
-            held, local_zeros(plan, plan.placements, FP32), _at(microbatches, 0), keep=True, settle=False
-        )
+        first, held, sums = self._one(held, local_zeros(self.local), _at(microbatches, 0), keep=True, settle=False)
         plain = held._replace(layers=dataclasses.replace(held.layers, last_alone=False))
         middle, sums = self._many(plain, sums, _at(microbatches, slice(1, m - 1)), settle=False)
         # Else the last pass could go forward before the others are done, two passes' activations being there at once.
         microbatch, _ = lax.optimization_barrier((_at(microbatches, m - 1), middle))
         last, _, grads = self._one(held, grads, microbatch, settle=True, before=sums)
         return first + middle + last, grads
+
+    def _layers(self, *, whole: bool = False) -> Source:
+        return self.local.train_layers(self.shards, layers_of(self.scaling), self.rows, whole=whole)
 
     def _many(self, held: Held, sums: Tree, microbatches: Microbatch, *, settle: bool) -> tuple[jax.Array, Tree]:
         """Equal passes one after another, as many as there are microbatches, their gradients added to `sums`."""
@@ -139,17 +182,18 @@ class _Passes:
         outer = local.outer(self.shards) if held.outer is None else held.outer
         x, embed_back = jax.vjp(lambda w: local.embed(w, rows, ctx), outer)
         with jax.named_scope("layers"):
-            whole = local_zeros(local.plan, local.plan.placements["layers"], local.compute_dtype) if keep else None
-            up = stack.forward(block, held.layers, x, ctx, first=held.first, keep=whole)
+            room = held.layers.room() if keep else None
+            up = stack.forward(block, held.layers, x, ctx, first=held.first, keep=room)
 
         def mean(y: jax.Array, outer: Tree) -> tuple[jax.Array, jax.Array]:
             objective, nll = local.head(outer, y, rows)
-            return objective / jnp.maximum(self.num_tokens, 1), nll
+            return objective / divisor(self.scaling, self.num_tokens), nll
 
         (_, nll), (d_y, d_outer) = jax.value_and_grad(mean, argnums=(0, 1), has_aux=True)(up.y, outer)
         early = {name: d_outer[name] for name in local.settled_early}
         if up.whole is not None:
-            held = held._replace(layers=Source(up.whole, last_alone=held.layers.last_alone))
+            there = dataclasses.replace(held.layers, stacked=up.whole, fetch=lambda weights: weights, ahead=False)
+            held = held._replace(layers=there)
         with jax.named_scope("layers"):
             collect = self._collect_layer(settle, before)
             beside = self._collect_outer(settle, before, float32(early))
@@ -171,7 +215,7 @@ class _Passes:
         def collect(grads: Tree, layer: jax.Array) -> tuple[Tree, None]:
             if before is not None:
                 grads = add(stack.layer_of(before["layers"], layer), grads)
-            return plan.settle(grads, stack.layer_of(shards, layer), plan.placements["layers"]), None
+            return settled(plan, grads, stack.layer_of(shards, layer), plan.placements["layers"]), None
 
         return collect
 
@@ -186,16 +230,28 @@ class _Passes:
 
 
 @jax.named_scope("gradient_sums")
-def settled_zeros(plan: Plan, placements: Tree) -> Tree:
+def settled_zeros(local: Local) -> Tree:
     """Sums of gradients where the shards lie."""
-    of = lambda p: plan.zeros(p.spec.shape, p.stored, FP32)
-    return jax.tree.map(of, placements, is_leaf=is_placement)
+    return _zeros(local, lambda p: local.plan.zeros(p.spec.shape, p.stored, FP32))
 
 
-def local_zeros(plan: Plan, placements: Tree, dtype: jnp.dtype) -> Tree:
-    """What every device has of its own, shaped as gathered weights."""
-    of = lambda p: compat.vary(plan.zeros(p.spec.shape, p.gathered, dtype), plan.axes)
-    return jax.tree.map(of, placements, is_leaf=is_placement)
+def local_zeros(local: Local) -> Tree:
+    """Sums that every device has of its own, shaped as gathered weights."""
+    return _zeros(local, lambda p: compat.vary(local.plan.zeros(p.spec.shape, p.gathered, FP32), local.plan.axes))
+
+
+def _zeros(local: Local, of: Callable[[Placement], jax.Array]) -> Tree:
+    sums = jax.tree.map(of, local.plan.placements, is_leaf=is_placement)
+    if local.fp8 is not None:
+        sums["layers"][stack.SEEN] = local.fp8.nothing_seen()
+    return sums
+
+
+def settled(plan: Plan, grads: Tree, shards: Tree, names: Tree) -> Tree:
+    """`Plan.settle` of gradients of some of the parameters; what belongs to none stays as it is."""
+    if isinstance(names, Placement):
+        return plan.settle(grads, shards, names)
+    return {key: settled(plan, g, shards[key], names[key]) if key in names else g for key, g in grads.items()}
 
 
 def _at(microbatches: Microbatch, where: int | slice) -> Microbatch:
@@ -211,4 +267,5 @@ def float32(tree: Tree) -> Tree:
 @jax.named_scope("gradient_sums")
 def add(sums: Tree, tree: Tree) -> Tree:
     """fp32 sums with a tree of any dtype added."""
-    return jax.tree.map(lambda s, x: s + x.astype(jnp.float32), sums, tree)
+    one = lambda s, x: s.max(x) if isinstance(s, stack.Maxima) else s + x.astype(jnp.float32)
+    return jax.tree.map(one, sums, tree, is_leaf=lambda s: isinstance(s, stack.Maxima))

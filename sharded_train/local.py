@@ -20,6 +20,7 @@ from sharded_train import compat
 from sharded_train.collectives import TensorParallel, axis_index, index_of
 from sharded_train.models import decoder, stack
 from sharded_train.models.block import Block, Remat, block_of, in_halves, rematerialized
+from sharded_train.models.fp8_layers import Fp8Layers
 from sharded_train.models.stack import Source
 from sharded_train.ops import zigzag
 from sharded_train.ops.loss import cross_entropy
@@ -94,6 +95,7 @@ class Local:
     attend: decoder.Attend
     train: TrainConfig
     overlap: bool
+    fp8: Fp8Layers | None = None  # None: no product of training runs in FP8
 
     # ---- sums over the mesh -------------------------------------------------------------------------------------
 
@@ -141,13 +143,25 @@ class Local:
     def layers(self, shards: Tree) -> Source:
         """The layers' weights, each gathered when its turn comes, or while the layer before has its."""
         names = self.plan.placements["layers"]
-        gather = lambda layer: self.plan.gather(layer, names, self.compute_dtype)
-        several = self.streams and self.model.num_layers > 1  # a single one has no neighbour to hide behind
-        return Source(shards["layers"], gather, ahead=several, last_alone=several)
+        return self._ahead(Source(shards["layers"], lambda layer: self.plan.gather(layer, names, self.compute_dtype)))
 
     def whole_layers(self, shards: Tree) -> Source:
         """The layers' weights, all gathered at once."""
         return Source(self.plan.gather(shards["layers"], self.plan.placements["layers"], self.compute_dtype))
+
+    def train_layers(
+        self, shards: Tree, scaling: Tree, rows: int, *, whole: bool = False, halves: bool = True
+    ) -> Source:
+        """The same for training on so many rows at once: in FP8 where the recipe says so, by the state's scales."""
+        if self.fp8 is None:
+            return self.whole_layers(shards) if whole else self.layers(shards)
+        uses = 2 if halves and self.in_halves(rows) else 1
+        source = self.fp8.source(shards["layers"], scaling, uses, whole=whole)
+        return source if whole else self._ahead(source)
+
+    def _ahead(self, source: Source) -> Source:
+        several = self.streams and self.model.num_layers > 1  # a single one has no neighbour to hide behind
+        return dataclasses.replace(source, ahead=several, last_alone=several)
 
     @property
     def layer_bytes(self) -> int:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -17,6 +18,7 @@ from sharded_train import workdir as layout
 from sharded_train.data.loader import slow_loader
 from sharded_train.faults.config import FaultsConfig
 from sharded_train.faults.health import Health
+from sharded_train.precision_log import PrecisionLog, drop_after
 
 
 class Pace:
@@ -53,7 +55,7 @@ class MetricsWriter:
 
     def _open(self, start_step: int) -> None:
         path = self._workdir / layout.METRICS
-        _drop_after(path, start_step)
+        drop_after(path, start_step)
         self._file = path.open("a")
         # TensorBoard itself hides what older files say from the purge step on.
         folder = str(self._workdir / layout.TENSORBOARD)
@@ -80,23 +82,6 @@ class MetricsWriter:
             self._tensorboard.close()
 
 
-def _drop_after(path: Path, step: int) -> None:
-    """Keeps the lines up to `step`; a line that was being written when its process died goes too."""
-    if not path.exists():
-        return
-    lines = path.read_text(errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
-    if kept != lines:
-        layout.write_atomically(path, "".join(kept))
-
-
-def _step_of(line: str) -> int | None:
-    try:
-        return int(json.loads(line)["step"]) if line.endswith("\n") else None
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
 class RunLog:
     """The metrics of every step: fetched one step late, looked at, and told when they are due.
 
@@ -117,13 +102,15 @@ class RunLog:
         read_threads: int,
         tell_start: Callable[[], None],
         faults: FaultsConfig,
+        precision: PrecisionLog | None = None,
     ):
         self._writer, self._table = writer, table
         self._every, self._last_step = every, last_step
         self._tokens_per_step, self._flops_per_step, self._peak = tokens_per_step, flops_per_step, peak
         self._read_threads = read_threads
         self._tell_start = tell_start
-        self._pending: tuple[int, dict[str, jax.Array]] | None = None
+        self._precision = precision
+        self._pending: tuple[int, dict[str, Any]] | None = None
         self._waited = self._waited_told = 0.0
         self._told = 0
         self._begun = False
@@ -141,10 +128,12 @@ class RunLog:
         self.tokens_seen = tokens_seen
         if self._writer is not None:
             self._writer.go_back(step)
+        if self._precision is not None:
+            self._precision.go_back(step)
         self.pace.seconds_per_step(step)
         self._told = step
 
-    def add(self, step: int, metrics: dict[str, jax.Array], seconds_waited: float) -> None:
+    def add(self, step: int, metrics: dict[str, Any], seconds_waited: float) -> None:
         """The metrics of a step that has been started; waits for those of the step before it.
 
         `seconds_waited` is how long all steps so far have waited for their batches.
@@ -158,6 +147,9 @@ class RunLog:
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
+        fp8 = metrics.pop("fp8", None)
+        if fp8 is not None and self._precision is not None:
+            self._precision.write(step, fp8, last=step == self._last_step)
         values = {key: value.item() for key, value in jax.device_get(metrics).items()}
         self.tokens_seen += round(values["num_tokens"])
         broken = [key for key in ("loss", "grad_norm") if not math.isfinite(values[key])]
@@ -179,6 +171,7 @@ class RunLog:
     def _tell(self, step: int, values: Mapping[str, float]) -> None:
         seconds = self.pace.seconds_per_step(step)
         told: dict[str, float | None] = {key: values[key] for key in ("loss", "learning_rate", "grad_norm")}
+        told |= {key: values[key] for key in ("skipped", "loss_scale") if key in values}
         told["tokens_per_second"] = self._tokens_per_step / seconds if seconds else None
         told["mfu"] = self._flops_per_step / seconds / self._peak if seconds else None
         steps, self._told = step - self._told, step

@@ -9,7 +9,15 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from sharded_train import config, config_file, recipe_attention, recipe_checks, recipe_pipeline, recipe_warnings
+from sharded_train import (
+    config,
+    config_file,
+    recipe_attention,
+    recipe_checks,
+    recipe_pipeline,
+    recipe_precision,
+    recipe_warnings,
+)
 from sharded_train.checkpoint.config import CheckpointConfig
 from sharded_train.data.config import DataConfig
 from sharded_train.errors import ConfigError
@@ -31,6 +39,9 @@ class EvaluateConfig:
     every: int = 0  # steps; 0: never
     num_batches: int | None = None  # of the validation text; None: all
 
+    def due(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
+
 
 @dataclasses.dataclass(frozen=True)
 class LogConfig:
@@ -39,6 +50,7 @@ class LogConfig:
     every: int = 10  # steps from line to line
     profile_steps: tuple[int, int] | None = None  # [first, last) for JAX's profiler, into the workdir
     tensorboard: bool = True  # files for TensorBoard in the workdir
+    precision_every: int = 50  # steps between lines of what FP8 products saw, by layer; 0: none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +96,7 @@ def check(recipe: Recipe, num_devices: int | None) -> None:
     problems += recipe_checks.indivisible(recipe, sizes, num_devices)
     problems += recipe_attention.problems(recipe)
     problems += recipe_pipeline.problems(recipe, sizes)
+    problems += recipe_precision.problems(recipe, sizes)
     if problems:
         raise ConfigError(problems)
 
@@ -106,4 +119,8 @@ def program_on(recipe: Recipe, mesh: Mesh) -> Program:
 def warnings_of(recipe: Recipe, num_devices: int | None) -> list[str]:
     """What a checked recipe asks for that changes nothing or costs more than it brings, in words, before the run."""
     sizes, _ = recipe_checks.axis_sizes(recipe, num_devices)
-    return [*recipe_warnings.without_effect(recipe, sizes), *recipe_pipeline.warnings(recipe, sizes)]
+    return [
+        *recipe_warnings.without_effect(recipe, sizes),
+        *recipe_pipeline.warnings(recipe, sizes),
+        *recipe_precision.warnings(recipe, sizes),
+    ]

@@ -19,7 +19,7 @@ from rich.text import Text
 from sharded_train.errors import ConfigError
 from sharded_train.exits import Exit
 from sharded_train.recipe import Recipe
-from sharded_train.rehearse import compare, computed, memory, page, timeline, trace, verdict, wires_tables
+from sharded_train.rehearse import compare, computed, fp8, memory, page, timeline, trace, verdict, wires_tables
 from sharded_train.rehearse.clusters import Cluster, parse
 from sharded_train.rehearse.compile import CompilerFailure, check_layout, check_plugin
 from sharded_train.rehearse.outputs import STDOUT, problems_of
@@ -93,7 +93,7 @@ def print_facts(facts: Mapping[str, Any], console: Console) -> None:
         put("Pipeline, as its schedule has it", *picture(pipeline, console.width), *pipeline_tables(pipeline))
     put("Does it fit?", *memory.tables(facts["memory"]))
     put("What crosses which wire?", *wires_tables.tables(facts["wires"]))
-    put("What is computed?", *computed.tables(facts["computed"]))
+    put("What is computed?", *computed.tables(facts["computed"]), *filter(None, [fp8.words(facts["fp8"])]))
     put("How long, at best?", *timeline.tables(facts["time"]))
     put("Verdict", *verdict.tables(facts["verdict"]))
     if facts["warnings"]:

@@ -93,6 +93,16 @@ class Plan:
 
         return jax.tree.map(one, names, grads, shards, is_leaf=is_placement)
 
+    @property
+    def num_layers(self) -> int:
+        """Of all stages, padding included."""
+        return int(_first(self.placements["layers"]).spec.shape[0])
+
+    @property
+    def stack_axis(self) -> str | None:
+        """The mesh axis that the layers lie along."""
+        return _first(self.placements["layers"]).gathered[0]  # type: ignore[no-any-return]
+
     def local_shape(self, shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
         """Of each device's part of an array that lies as `spec` says."""
         dims = dims_of(spec, len(shape))
@@ -102,6 +112,10 @@ class Plan:
         """This device's part of zeros that lie as `spec` says, inside the manual `jax.shard_map`."""
         axes = [axis for dim in dims_of(spec, len(shape)) for axis in dim if axis in self.axes]
         return compat.vary(jnp.zeros(self.local_shape(shape, spec), dtype), axes)
+
+
+def _first(placements: Tree) -> Placement:
+    return jax.tree.leaves(placements, is_leaf=is_placement)[0]  # type: ignore[no-any-return]
 
 
 def dims_of(spec: PartitionSpec, rank: int) -> list[list[str]]:

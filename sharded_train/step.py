@@ -20,22 +20,25 @@ from jax.sharding import PartitionSpec as P
 
 from sharded_train import gpu_flags, params
 from sharded_train.attending import Attending
-from sharded_train.gradients import loss_and_grads
+from sharded_train.gradients import Found, loss_and_grads
 from sharded_train.in_order import in_order
 from sharded_train.local import AttentionConfig, Batch, Local, Loss, TrainConfig
 from sharded_train.mesh import Link, links
+from sharded_train.model_order import ModelOrder
 from sharded_train.models import decoder
+from sharded_train.models.fp8_layers import Fp8Layers, fp8_layers
 from sharded_train.ops import zigzag
 from sharded_train.optimizer import Optimizer, Schedule, learning_rate
 from sharded_train.optimizer.state import TrainState, is_slot, slots_of, update
 from sharded_train.params import Tree
 from sharded_train.pipeline import Pipeline, PipelineConfig, executor, pipeline_of
 from sharded_train.precision import PrecisionConfig
+from sharded_train.scaling import fp8_of, fresh, moved_on, told
 from sharded_train.sharding import Plan, ZeroConfig, is_placement, plan_of, rows_only, split_data
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(ModelOrder):
     """A model, its placement on a mesh and the compiled functions of a training run."""
 
     model: decoder.DecoderConfig
@@ -82,14 +85,23 @@ class Program:
         slots = slots_of(self.optimizer, plan)
         opt_state = jax.tree.map(lambda s: place(s.shape, s.dtype, s.stored), slots, is_leaf=is_slot)
         ema = None if self.train.ema_decay is None else stored
-        return TrainState(place((), jnp.int32, P()), stored, opt_state, ema)
+        scaling = jax.eval_shape(lambda: fresh(self.precision, self.fp8, plan.num_layers))
+        lies = lambda x: place(x.shape, x.dtype, P(*[plan.stack_axis][: x.ndim]))
+        count = place((), jnp.int32, P())
+        return TrainState(count, stored, opt_state, ema, jax.tree.map(lies, scaling), count)
 
     @functools.cached_property
     def local(self) -> Local:
         """What one device computes; its methods are for inside `jax.shard_map`."""
         dtype = self.precision.compute_dtype
         overlap = self.platform == "gpu" if self.train.overlap is None else self.train.overlap
-        return Local(self.model, self.plan, dtype, self.attending.attend, self.train, overlap)
+        return Local(self.model, self.plan, dtype, self.attending.attend, self.train, overlap, self.fp8)
+
+    @functools.cached_property
+    def fp8(self) -> Fp8Layers | None:
+        """The products that train in FP8; None under other recipes."""
+        how, without = fp8_of(self.precision), self.precision.fp8.bf16_products
+        return None if how is None else fp8_layers(self.model, self.plan, how, self.precision.compute_dtype, without)
 
     @property
     def platform(self) -> str:
@@ -119,12 +131,16 @@ class Program:
             weights = params.initialize(self.specs, key, None if self.pipe is None else self.pipe.order)
             opt_state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.abstract_state.opt_state)
             ema = None if self.train.ema_decay is None else weights
-            return TrainState(jnp.int32(0), weights, opt_state, ema)
+            return TrainState(jnp.int32(0), weights, opt_state, ema, self.fresh_scaling(), jnp.int32(0))
 
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_state)
         # Run once: LLVM's optimiser would take five times as long over the random numbers as it could save.
         options = {"xla_backend_optimization_level": 0} if self.platform == "cpu" else None
         return jax.jit(make, out_shardings=shardings, compiler_options=options)(jax.random.key(seed))
+
+    def fresh_scaling(self) -> Tree:
+        """The precision recipe's part of the state before the first step."""
+        return fresh(self.precision, self.fp8, self.plan.num_layers)
 
     @functools.cached_property
     def train_step(self) -> jax.stages.Wrapped:
@@ -170,13 +186,20 @@ class Program:
         return jax.jit(lambda tree: jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all())
 
     @functools.cached_property
-    def loss_and_grads(self) -> Callable[[Tree, Batch, jax.Array], tuple[Loss, Tree, jax.Array]]:
-        """(params, batch, key) -> loss, gradients of the mean loss where the params lie, their global norm."""
-        in_specs = (self.plan.stored, self._rows, P())
+    def passes(self) -> Callable[[Tree, Tree, Batch, jax.Array], Found]:
+        """(params, the state's scaling, batch, key) -> loss, gradients where the params lie, what FP8 has seen."""
         local = functools.partial(loss_and_grads, self.local)
         if self.pipe is not None:
             local = functools.partial(executor.loss_and_grads, self.local, self.pipe)
-        return self._on_mesh(local, in_specs, (P(), self.plan.stored, P()))
+        of_layers = P(self.plan.stack_axis)
+        scaling = of_layers if self.fp8 is not None else P()
+        out = Found(P(), self.plan.stored, P(), of_layers)  # type: ignore[arg-type]
+        return self._on_mesh(local, (self.plan.stored, scaling, self._rows, P()), out)
+
+    def loss_and_grads(self, weights: Tree, batch: Batch, key: jax.Array) -> tuple[Loss, Tree, jax.Array]:
+        """Loss, the mean loss's gradients where the params lie, their global norm; by the scaling of a first step."""
+        found = self.passes(weights, self.fresh_scaling(), batch, key)
+        return found.loss, found.grads, found.norm
 
     @functools.cached_property
     def update(self) -> Callable[[TrainState, Tree, jax.Array], TrainState]:
@@ -189,47 +212,7 @@ class Program:
     def learning_rate(self) -> Callable[[jax.typing.ArrayLike], jax.Array]:
         return learning_rate(self.schedule, self.train.num_steps)
 
-    # ---- the model's order of layers, which checkpoints have, and the stages' ---------------------------------------
-
-    @functools.cached_property
-    def abstract_checkpoint(self) -> TrainState:
-        """As `abstract_state`, with the layers in the model's order."""
-        if self._in_model_order:
-            return self.abstract_state
-        # What the stages no longer split ZeRO does, or a device would have to hold the layers of all stages.
-        zero = dataclasses.replace(self.plan.zero, stage=max(1, self.plan.zero.stage))
-        return self._abstract(plan_of(self.specs, self.plan.sizes, zero))
-
-    def to_checkpoint(self, state: TrainState) -> TrainState:
-        """The state with its layers in the model's order."""
-        return state if self._in_model_order else self._reordered(self.of_model, self.abstract_checkpoint)(state)
-
-    def from_checkpoint(self, state: TrainState) -> TrainState:
-        """The way back; the given state's buffers are given up."""
-        return state if self._in_model_order else self._reordered(self.staged, self.abstract_state)(state)
-
-    @property
-    def _in_model_order(self) -> bool:
-        return self.pipe is None or self.pipe.in_model_order
-
-    def _reordered(self, reorder: Callable[[Tree], Tree], like: TrainState) -> Callable[[TrainState], TrainState]:
-        def whole(state: TrainState) -> TrainState:
-            trees = (tree if tree is None else reorder(tree) for tree in (state.params, state.opt_state, state.ema))
-            return TrainState(state.step, *trees)
-
-        return jax.jit(whole, out_shardings=jax.tree.map(lambda x: x.sharding, like))
-
-    def staged(self, tree: Tree) -> Tree:
-        """A tree like the parameters (or with trees in place of each), its layers put in the order of the stages."""
-        if self.pipe is None:
-            return tree
-        return {**tree, "layers": jax.tree.map(self.pipe.staged, tree["layers"])}
-
-    def of_model(self, tree: Tree) -> Tree:
-        """The way back."""
-        if self.pipe is None:
-            return tree
-        return {**tree, "layers": jax.tree.map(self.pipe.of_model, tree["layers"])}
+    # ---- decoding ---------------------------------------------------------------------------------------------------
 
     def for_decoding(self, weights: Tree) -> tuple[Program, Tree]:
         """A program on the same devices that splits rows over what was pipeline and sequence, and its weights."""
@@ -242,9 +225,9 @@ class Program:
 
     # ---- the step -----------------------------------------------------------------------------------------------
 
-    def _train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        key = jax.random.fold_in(jax.random.key(self.train.seed), state.step)
-        loss, grads, norm = self.loss_and_grads(state.params, batch, key)
+    def _train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        loss, grads, norm, seen = self.passes(state.params, state.scaling, batch, self.dropout_key(state.step))
+        finite = jnp.isfinite(loss.nll) & jnp.isfinite(norm)  # the same on all devices
         if self.train.clip_norm is not None:
             scale = jnp.minimum(1, self.train.clip_norm / jnp.maximum(norm, 1e-30))
             grads = jax.tree.map(lambda g: g * scale, grads)
@@ -254,8 +237,21 @@ class Program:
             "grad_norm": norm,
             "learning_rate": rate,
             "num_tokens": loss.num_tokens,
+            "skipped": state.skipped + ~finite,
         }
-        return self.update(state, grads, rate), metrics
+        if self.precision.recipe == "fp16":
+            metrics["loss_scale"] = state.scaling["loss_scale"]
+        if self.fp8 is not None:
+            metrics["fp8"] = self.of_model({"layers": told(self.fp8, state.scaling, seen)})["layers"]
+        with jax.named_scope("optimizer"):
+            after = self.update(state, grads, rate)
+            after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state)
+            scaling = moved_on(self.precision, self.fp8, state.scaling, seen, finite)
+        return after.replace(scaling=scaling, skipped=metrics["skipped"]), metrics
+
+    def dropout_key(self, step: jax.Array) -> jax.Array:
+        """What the masks of a step are drawn with."""
+        return jax.random.fold_in(jax.random.key(self.train.seed), step)
 
     # ---- plumbing -------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from sharded_train import assemble, config, initial_weights, memory, report
+from sharded_train import assemble, config, initial_weights, memory, report, train_precision
 from sharded_train import workdir as layout
 from sharded_train.begin import Run, Start, begin, rolled_back
 from sharded_train.checkpoint import Checkpointer, CheckpointError, DamagedData, NotSaved
@@ -97,6 +97,7 @@ def _compiled(run: Run) -> jax.stages.Compiled:
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     agreement.same_program(everyone(), lambda: lowered.as_text())
     train_step = lowered.compile()
+    train_precision.tell(run.recipe, run.program.platform, train_step, run.console)
     memory.check(train_step, jax.local_devices()[0], run.recipe, run.facts)
     run.startup.mark("compile")
     return train_step
@@ -113,7 +114,10 @@ def _loop(
     with _batches(run) as batches, StopRequest() as stop, _profile(run) as profile, _last_good(run.checkpointer):
         for step in range(run.start_step + 1, run.last_step + 1):
             profile.before(step - 1, state)
-            state, metrics = train_step(state, Batch(**_next(batches, run, step)))
+            batch = Batch(**_next(batches, run, step))
+            if step == run.start_step + 1:
+                state = train_precision.begun(program, recipe, run.start_step, state, batch, run.startup)
+            state, metrics = train_step(state, batch)
             with waiting():
                 if program.platform == "cpu":
                     jax.block_until_ready(metrics)  # of two steps at once virtual devices could wait for each other
@@ -127,7 +131,7 @@ def _loop(
                     raise log.health.weights_broken(step)
                 with log.pace.excluded(), waiting(), run.guard.phase("save"):
                     run.saves.save(step, program.to_checkpoint(state), _record(run, step, log.tokens_seen))
-            if last or (_due(step, recipe.evaluate.every) and not stopping):
+            if last or (recipe.evaluate.due(step) and not stopping):
                 log.flush()
                 with log.pace.excluded(), waiting(), run.guard.phase("evaluate"):
                     found = validate(program, state.evaluated, run.data, recipe)
@@ -168,6 +172,7 @@ def _log_of(run: Run, stack: contextlib.ExitStack) -> RunLog:
         read_threads=run.recipe.data.read_threads,
         tell_start=tell_start,
         faults=run.recipe.faults,
+        precision=train_precision.log_of(run.recipe, run.workdir, run.start_step),
     )
 
 
@@ -225,10 +230,6 @@ def _record(run: Run, step: int, tokens_seen: int) -> dict[str, Any]:
         "versions": report.versions(),
         "commit": report.commit(),
     }
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
 
 
 def _profile(run: Run) -> Profile:

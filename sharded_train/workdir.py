@@ -22,6 +22,7 @@ from sharded_train.recipe import Recipe
 CONFIG = "config.json"  # of the last `train` there; each checkpoint's record holds the one it was made under
 TOKENIZER = "tokenizer.json"
 METRICS = "metrics.jsonl"
+PRECISION = "precision.jsonl"
 CHECKPOINTS = "checkpoints"
 DATA = "data"
 PROFILE = "profile"
@@ -44,6 +45,7 @@ MAY_CHANGE = (
     "config.faults.",
     "config.evaluate.",
     "config.checkpoint.",
+    "config.precision.fp8.recalibrate",
     "config.data.read_threads",
     "config.data.cache_dir",
     "config.model.attention",

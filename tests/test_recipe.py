@@ -16,6 +16,7 @@ from sharded_train.config import to_dict
 from sharded_train.config_file import CONFIGS
 from sharded_train.config_values import groups
 from sharded_train.errors import ConfigError
+from sharded_train.precision import LossScaleConfig
 from sharded_train.recipe import Recipe, check, from_dict, load, warnings_of
 
 
@@ -289,6 +290,8 @@ def test_every_number_has_a_range() -> None:
         *("mesh.data", "mesh.tensor", "mesh.pipeline", "mesh.sequence"),  # mesh.resolve_sizes
         *(f"data.{name}" for name in ("max_bytes", "validation_fraction", "num_epochs", "read_threads")),  # DataConfig
         *("train.stop_at", "model.attention_windows"),  # against num_steps and sequence_length
+        *("log.precision_every", "precision.fp8.amax_history_length", "precision.fp8.margin"),  # recipe_precision
+        *(f"precision.fp16.{field.name}" for field in dataclasses.fields(LossScaleConfig)),
     }
     assert set(numbers(Recipe)) == ranged | elsewhere
     assert ranged.isdisjoint(elsewhere)

@@ -17,11 +17,15 @@ from sharded_train.errors import ConfigError
 
 
 def load(path: Path, verified: Verified, abstract_state: Any, peers: Peers) -> Any:
-    """The state of a checkpoint, placed as `abstract_state` says. Every process calls it and reads its own shards.
+    """The state of a checkpoint, placed as `abstract_state` says, or as it says of the path and the stored leaves.
+
+    Every process calls it and reads its own shards.
 
     Raises ConfigError if it is another model's, Damage if it is not what was saved, CheckpointError if the cause lies
     elsewhere (no permission, no memory).
     """
+    if callable(abstract_state):
+        abstract_state = abstract_state(path, verified.leaves)
     wanted = by_name(abstract_state)
     if found := differences(verified.leaves, wanted):
         raise ConfigError([f"{path} is not a checkpoint of this model and optimizer:", *found])

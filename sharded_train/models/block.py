@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharded_train.ops.fp8 import one_use
 from sharded_train.ops.saved import SAVED
 from sharded_train.params import Tree
 
@@ -75,24 +76,25 @@ def in_halves(branches: Sequence[Branch]) -> Block:
         rows = x.shape[0]
         assert rows % 2 == 0, x.shape
         of = lambda half: lambda a: a[half] if a.ndim and a.shape[0] == rows else a  # all but a key is of the rows
+        uses = [one_use(weights, half) for half in (0, 1)]
         halves = (slice(0, rows // 2), slice(rows // 2, rows))
         xs, contexts = [x[half] for half in halves], [jax.tree.map(of(half), context) for half in halves]
         turns = [(branch, i) for branch in branches for i in (0, 1)]
-        h, y = branches[0].enter(branches[0].normed(xs[0], weights)), None
+        h, y = branches[0].enter(branches[0].normed(xs[0], uses[0])), None
         for turn, (branch, i) in enumerate(turns):
-            middle, other = branch.begin(h, weights, contexts[i]), 1 - i
+            middle, other = branch.begin(h, uses[i], contexts[i]), 1 - i
             if y is not None:
-                xs[other] = turns[turn - 1][0].leave(xs[other], y, weights, contexts[other], layer)
+                xs[other] = turns[turn - 1][0].leave(xs[other], y, uses[other], contexts[other], layer)
             if turn == 1:
                 xs[0] = _back_after(xs[0], beside)
             if turn + 1 < len(turns):
                 following = turns[turn + 1][0]
-                n, middle = lax.optimization_barrier((following.normed(xs[other], weights), middle))
+                n, middle = lax.optimization_barrier((following.normed(xs[other], uses[other]), middle))
                 h = following.enter(n)
-            y = branch.end(middle, weights, contexts[i], layer)
+            y = branch.end(middle, uses[i], contexts[i], layer)
             if turn + 1 < len(turns):
                 h, y = lax.optimization_barrier((h, y))
-        xs[1] = branches[-1].leave(xs[1], y, weights, contexts[1], layer)
+        xs[1] = branches[-1].leave(xs[1], y, uses[1], contexts[1], layer)
         return jnp.concatenate(xs)
 
     return block

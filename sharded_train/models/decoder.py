@@ -19,7 +19,8 @@ from sharded_train.models.block import Branch
 from sharded_train.ops import rope
 from sharded_train.ops.dropout import dropout
 from sharded_train.ops.embedding import lookup, own_rows
-from sharded_train.ops.linear import Deferred, deferred_gradient, linear
+from sharded_train.ops.fp8 import Observed
+from sharded_train.ops.linear import Deferred, linear
 from sharded_train.ops.norm import layer_norm, rms_norm
 from sharded_train.ops.saved import SAVED
 from sharded_train.params import ParamSpec, Tree, normal, ones, zeros
@@ -198,53 +199,6 @@ def branches(config: DecoderConfig, attend: Attend) -> tuple[Branch, Branch]:
     )
 
 
-def defer(config: DecoderConfig, weights: Tree, rows: int, axes: tuple[str, ...]) -> Tree:
-    """One layer's weights, those of large products so that their gradient is left for later, for `rows` tokens.
-
-    `axes` of the mesh are those that activations differ over. See `later`.
-    """
-    out = {name: dict(leaves) for name, leaves in weights.items()}
-    for branch, names in _products(config):
-        for name in names:
-            w = weights[branch][name]
-            num_in = w.size // config.d_model if name in ("out", "down") else config.d_model
-            out[branch][name] = Deferred.of(w, rows, num_in, x=name == names[0], axes=axes)
-    return out
-
-
-def later(config: DecoderConfig, grads: Tree) -> tuple[Tree, Tree]:
-    """The gradients of a layer whose weights were deferred: those that are there, and what the others need."""
-    deferred = {branch: {} for branch in grads}  # type: ignore[var-annotated]
-    for branch, names in _products(config):
-        deferred[branch] |= {name: grads[branch][name].replace(w=None) for name in names}
-    there = {branch: {n: g for n, g in grads[branch].items() if n not in deferred[branch]} for branch in grads}
-    return there, deferred
-
-
-def deferred_gradients(config: DecoderConfig, deferred: Tree, like: Tree) -> Tree:
-    """The gradients that were left for later, fp32, shaped like a layer's weights."""
-    out: dict[str, dict[str, jax.Array]] = {branch: {} for branch in deferred}
-    for branch, names in _products(config):
-        x = deferred[branch][names[0]].x
-        with jax.named_scope(branch):
-            for name in names:
-                out[branch][name] = deferred_gradient(x, deferred[branch][name].y, like[branch][name].shape)
-    return out
-
-
-def _products(config: DecoderConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The layer's weights that multiply activations as they are stored: groups of one input, by where they stand."""
-    ways = axis_size("tensor")
-    shared = ways > 1 and config.kv_heads % ways != 0  # see `_own_kv_heads`
-    up = ("up", "gate") if config.activation == "swiglu" else ("up",)
-    return (
-        ("attention", ("q",) if shared else ("q", "k", "v")),
-        ("attention", ("out",)),
-        ("mlp", up),
-        ("mlp", ("down",)),
-    )
-
-
 def projections(
     config: DecoderConfig, x: jax.Array, w: Tree, rotations: tuple[jax.Array, jax.Array] | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -264,6 +218,8 @@ def _own_kv_heads(config: DecoderConfig, w: Any) -> Any:
     """
     if isinstance(w, Deferred):
         return w
+    if isinstance(w, Observed):
+        return w.each(lambda w: _own_kv_heads(config, w))
     ways, local = axis_size("tensor"), w.shape[-2]
     if ways == 1 or local < config.kv_heads:
         return w

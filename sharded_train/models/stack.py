@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -27,12 +28,24 @@ from sharded_train.params import Tree
 Collect = Callable[
     [Tree, jax.Array], tuple[Tree, Tree]
 ]  # (gradients of a layer, its place) -> what is summed, and kept
+SEEN = "seen"  # beside the gradients of a layer's weights: what was seen, as `Maxima`
 Saved = tuple[list[jax.Array], list[jax.Array] | None]  # of layers [layers, ...]; of the last one, if it is by itself
+
+
+class Maxima(flax.struct.PyTreeNode):
+    """Numbers among gradients that are not summed: of several the largest counts."""
+
+    of: Tree
+
+    def max(self, other: Maxima) -> Maxima:
+        return Maxima(jax.tree.map(jnp.maximum, self.of, other.of))
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
     """Where a pass takes its weights from: `fetch` makes those of one layer from its slice of `stacked [layers, ...]`.
+
+    What a block is differentiated by is `ready(fetched)`, and `grads` makes the layer's gradients of its cotangents.
 
     With `ahead` it is called one layer early, so that what it communicates hides behind the layer before. With
     `last_alone` the last layer stands outside of the loop, so that what the head communicates can hide behind it.
@@ -43,6 +56,8 @@ class Source:
 
     stacked: Tree
     fetch: Callable[[Tree], Tree] = lambda weights: weights
+    ready: Callable[[Tree], Tree] = lambda weights: weights
+    grads: Callable[[Tree], Tree] = lambda cotangents: cotangents
     ahead: bool = False
     last_alone: bool = False
     start: jax.Array | int = 0
@@ -56,6 +71,11 @@ class Source:
 
     def at(self, layer: jax.Array | int) -> Tree:
         return self.fetch(layer_of(self.stacked, self.start + layer))
+
+    def room(self) -> Tree:
+        """Zeros `[layers, ...]` for what is fetched."""
+        stack = lambda x: jnp.broadcast_to(x, (self.num_layers, *x.shape))
+        return jax.tree.map(stack, compat.zeros_like(lambda: self.at(0)))
 
 
 class Forward(NamedTuple):
@@ -81,7 +101,7 @@ def run(block: Block, source: Source, x: jax.Array, context: Any) -> jax.Array:
 
     `context` is what all layers see and nothing is differentiated by.
     """
-    visit = lambda x, weights, layer: (block(x, weights, context, source.first + layer, None), None)
+    visit = lambda x, weights, layer: (block(x, source.ready(weights), context, source.first + layer, None), None)
     return _upwards(visit, x, source)[0]  # type: ignore[no-any-return]
 
 
@@ -95,7 +115,7 @@ def forward(
 
     def visit(carry: Any, weights: Tree, layer: jax.Array) -> tuple[Any, list[jax.Array]]:
         x, keep = carry
-        args = (x, weights, context, source.first + layer, None)
+        args = (x, source.ready(weights), context, source.first + layer, None)
         (y, pullback), kept = _vjp(block, *args), _depends_on_x(block, *args)
         saved = [leaf for leaf, keep_it in zip(jax.tree.leaves(pullback), kept, strict=True) if keep_it]
         if keep is not None:
@@ -126,11 +146,12 @@ def backward(
     anything = jnp.zeros_like(d_y)  # stands for x: every value that depends on it is replaced by the saved one
 
     def pull(d_x: jax.Array, weights: Tree, layer: jax.Array, saved: list[jax.Array], beside: Tree) -> tuple[Any, Tree]:
-        args = (anything, weights, context, source.first + layer, beside)
+        args = (anything, source.ready(weights), context, source.first + layer, beside)
         again, treedef = jax.tree.flatten(_vjp(block, *args)[1])
         kept, rest = _depends_on_x(block, *args), iter(saved)
         leaves = [next(rest) if keep_it else leaf for leaf, keep_it in zip(again, kept, strict=True)]
-        return jax.tree.unflatten(treedef, leaves)(d_x)  # type: ignore[no-any-return]
+        d_x, d_weights = jax.tree.unflatten(treedef, leaves)(d_x)
+        return d_x, source.grads(d_weights)
 
     if saved[1] is None:
         return _downwards(pull, source, saved[0], d_y, sums, collect)
@@ -266,6 +287,10 @@ def add_at(sums: Tree, tree: Tree, layer: jax.Array) -> Tree:
     """`sums [layers, ...]` with a layer's `tree` added, which may lack some of the leaves."""
     if isinstance(tree, dict):
         return {name: add_at(total, tree[name], layer) if name in tree else total for name, total in sums.items()}
+    if isinstance(tree, Maxima):
+        top = layer_of(sums.of, layer)
+        put = lambda all_, x: lax.dynamic_update_index_in_dim(all_, x, layer, 0)
+        return Maxima(jax.tree.map(put, sums.of, tree.max(Maxima(top)).of))
     now = lax.dynamic_index_in_dim(sums, layer, 0, keepdims=False)
     return lax.dynamic_update_index_in_dim(sums, now + tree, layer, 0)
 

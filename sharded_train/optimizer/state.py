@@ -20,12 +20,17 @@ Array = Any  # of JAX or NumPy, or the shape of one
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """All that changes from step to step: `step` counts the updates that were applied."""
+    """All that changes from step to step.
+
+    `step` counts the updates that were applied, `skipped` those that were not, for a loss or gradient not finite.
+    """
 
     step: Array
     params: Tree  # fp32
     opt_state: Tree
     ema: Tree = None  # fp32, the moving average of params, when train.ema_decay asks for it
+    scaling: Tree = None  # of the precision recipe, see `sharded_train.scaling`
+    skipped: Array = 0
 
     @property
     def evaluated(self) -> Tree:
@@ -61,7 +66,7 @@ def update(
         stepped.append((weight - rate * out, {name: held[name].astype(slots[name].dtype) for name in slots}))
     weights, opt_state = (structure.unflatten(leaves) for leaves in zip(*stepped, strict=True))
     ema = None if ema_decay is None else averaged(ema_decay, state.ema, weights, state.step)
-    return TrainState(state.step + 1, weights, opt_state, ema)
+    return state.replace(step=state.step + 1, params=weights, opt_state=opt_state, ema=ema)  # type: ignore[no-any-return]
 
 
 def averaged(decay: float, average: Tree, weights: Tree, step: jax.Array) -> Tree:

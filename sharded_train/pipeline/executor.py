@@ -14,7 +14,6 @@ gradients settled after the last, under every stage of ZeRO: they belong to all 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -24,10 +23,21 @@ from jax import lax
 
 from sharded_train import compat
 from sharded_train.collectives import axis_index
-from sharded_train.gradients import FP32, add, float32, local_zeros, settled_zeros
+from sharded_train.gradients import (
+    FP32,
+    Found,
+    add,
+    divisor,
+    float32,
+    layers_of,
+    local_zeros,
+    outcome,
+    settled,
+    settled_zeros,
+)
 from sharded_train.in_place import in_place_if
 from sharded_train.local import Batch, Local, Loss, Microbatch, outside_layers
-from sharded_train.models import decoder, stack
+from sharded_train.models import deferring, stack
 from sharded_train.models.block import Block
 from sharded_train.models.stack import Source
 from sharded_train.params import Tree
@@ -49,12 +59,11 @@ class Carry(NamedTuple):
     nll: jax.Array
 
 
-def loss_and_grads(
-    local: Local, pipe: Pipeline, shards: Tree, batch: Batch, key: jax.Array
-) -> tuple[Loss, Tree, jax.Array]:
+def loss_and_grads(local: Local, pipe: Pipeline, shards: Tree, scaling: Tree, batch: Batch, key: jax.Array) -> Found:
     """As `gradients.loss_and_grads`, over the stages of a pipeline."""
     num_tokens = local.num_targets(batch)
-    stage = _Stage.of(local, pipe, shards, batch, key, num_tokens)
+    layers = _train_layers(local, pipe, shards, layers_of(scaling), batch)
+    stage = _Stage.of(local, pipe, shards, layers, batch, key, divisor(scaling, num_tokens))
     carry, _ = lax.scan(stage.tick, stage.start(), tables(pipe, stage.number))
     plan, sums = local.plan, carry.sums
     layers, names = sums["layers"], plan.placements
@@ -62,15 +71,16 @@ def loss_and_grads(
     of_these = lambda tree: {name: tree[name] for name in outside}
     grads = plan.settle(outside, of_these(shards), of_these(names))
     if plan.zero.stage <= 1:
-        layers = plan.settle(layers, shards["layers"], names["layers"])
-    grads = {**grads, "layers": layers}
-    return Loss(local.over_tokens(lax.psum(carry.nll, AXIS)), num_tokens), grads, local.global_norm(grads)
+        layers = settled(plan, layers, shards["layers"], names["layers"])
+    summed = Loss(local.over_tokens(lax.psum(carry.nll, AXIS)), num_tokens)
+    return outcome(local, shards, scaling, summed, {**grads, "layers": layers})
 
 
 def loss(local: Local, pipe: Pipeline, shards: Tree, batch: Batch) -> Loss:
     """As `Local.loss`: the forward half of the same table."""
     num_tokens = local.num_targets(batch)
-    stage = _Stage.of(local, pipe, shards, batch, None, num_tokens)
+    layers = local.layers(shards) if local.plan.zero.stage == 3 else local.whole_layers(shards)
+    stage = _Stage.of(local, pipe, shards, layers, batch, None, jnp.maximum(num_tokens, 1))
     x = stage.nothing()
 
     def tick(carry: Any, now: Now) -> tuple[Any, None]:
@@ -91,6 +101,17 @@ def loss(local: Local, pipe: Pipeline, shards: Tree, batch: Batch) -> Loss:
     first = jax.tree.map(lambda table: table[:ticks], tables(pipe, stage.number))
     (_, _, nll), _ = lax.scan(tick, (buffer(x, pipe.slots.num_inputs), x, stage.zero_nll()), first)
     return Loss(local.over_tokens(lax.psum(nll, AXIS)), num_tokens)
+
+
+def _train_layers(local: Local, pipe: Pipeline, shards: Tree, scaling: Tree, batch: Batch) -> Source:
+    """The layers' weights, those whose gradients wait made ready for that."""
+    rows = batch.tokens.shape[0] // local.train.num_microbatches
+    layers = local.train_layers(shards, scaling, rows, whole=local.plan.zero.stage < 3, halves=not pipe.defers)
+    if not pipe.defers:
+        return layers
+    ready, tokens = layers.ready, rows * batch.tokens.shape[1]
+    defer = lambda w: deferring.defer(local.model, ready(w), tokens, local.plan.axes)
+    return dataclasses.replace(layers, ready=defer)
 
 
 class Work(NamedTuple):
@@ -114,29 +135,30 @@ class _Stage:
     layers: Source  # all chunks of this stage
     microbatches: Microbatch  # [microbatch, ...]
     key: jax.Array | None
-    num_tokens: jax.Array
+    divisor: jax.Array  # of the sum over tokens, see `gradients.divisor`
     number: jax.Array | int  # which stage
 
     @classmethod
     def of(
-        cls, local: Local, pipe: Pipeline, shards: Tree, batch: Batch, key: jax.Array | None, num_tokens: jax.Array
+        cls,
+        local: Local,
+        pipe: Pipeline,
+        shards: Tree,
+        layers: Source,
+        batch: Batch,
+        key: jax.Array | None,
+        divisor: jax.Array,
     ) -> _Stage:
         m = local.train.num_microbatches
         microbatches = Microbatch(batch, local.token_numbers(batch))
         microbatches = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:]), microbatches)
-        layers = local.layers(shards) if local.plan.zero.stage == 3 else local.whole_layers(shards)
         layers = dataclasses.replace(layers, ahead=False, last_alone=False)
-        if pipe.schedule.weights is not None:
-            fetch, tokens = layers.fetch, math.prod(microbatches.numbers.shape[1:])
-            defer = lambda w: decoder.defer(local.model, fetch(w), tokens, local.plan.axes)
-            layers = dataclasses.replace(layers, fetch=defer)
         outer = local.outer(shards)
-        return cls(local, pipe, shards, outer, layers, microbatches, key, num_tokens, axis_index(AXIS))
+        return cls(local, pipe, shards, outer, layers, microbatches, key, divisor, axis_index(AXIS))
 
     @property
     def defers(self) -> bool:
-        """Whether the weights' gradients are left for later."""
-        return self.pipe.schedule.weights is not None
+        return self.pipe.defers
 
     @property
     def block(self) -> Block:
@@ -158,8 +180,8 @@ class _Stage:
         inputs = buffer(x, slots.num_inputs)
         zero = compat.vary(jnp.int32(0), (AXIS,))
         saved = compat.zeros_like(lambda: self.forward(zero, zero, inputs)[1])
-        whole = local_zeros(plan, plan.placements, FP32)
-        layers = whole["layers"] if plan.zero.stage <= 1 else settled_zeros(plan, plan.placements["layers"])
+        whole = local_zeros(self.local)
+        layers = whole["layers"] if plan.zero.stage <= 1 else settled_zeros(self.local)["layers"]
         sums, nll = {**whole, "layers": layers}, self.zero_nll()
         saved = buffer(saved, slots.num_inputs)
         cotangents, kept = buffer(x, slots.num_cotangents), None
@@ -235,7 +257,7 @@ class _Stage:
 
             def mean(y: jax.Array, outer: Tree) -> tuple[jax.Array, jax.Array]:
                 objective, nll = local.head(outer, y, work.microbatch.rows)
-                return objective / jnp.maximum(self.num_tokens, 1), nll
+                return objective / self.divisor, nll
 
             (_, more), (d_y, d_outer) = jax.value_and_grad(mean, argnums=(0, 1), has_aux=True)(y, self.outer)
             return d_y, add(outside, d_outer), nll + more
@@ -262,24 +284,25 @@ class _Stage:
         model, layers = self.local.model, self.work(now.weights).layers
 
         def collect(kept: Tree, place: jax.Array) -> tuple[Tree, None]:
-            return self.summed(decoder.deferred_gradients(model, kept, like), place), None
+            return self.summed(deferring.deferred_gradients(model, kept, like), place), None
 
         with jax.named_scope("weights_later"):
             return {**sums, "layers": stack.backward_weights(layers, kept, collect, sums["layers"])}
 
     def collect(self, grads: Tree, place: jax.Array) -> tuple[Tree, Tree]:
         """What is summed of one layer's gradients, and what is left for later."""
-        there, deferred = decoder.later(self.local.model, grads) if self.defers else (grads, None)
-        return self.summed(there, place), deferred
+        if not self.defers:
+            return self.summed(grads, place), None
+        seen = {stack.SEEN: grads[stack.SEEN]} if stack.SEEN in grads else {}
+        there, deferred = deferring.later(self.local.model, {b: grads[b] for b in grads if b not in seen})
+        return self.summed({**there, **seen}, place), deferred
 
     def summed(self, grads: Tree, place: jax.Array) -> Tree:
         """What is summed of gradients of a layer, some or all."""
         plan = self.local.plan
         if plan.zero.stage <= 1:
             return float32(grads)
-        of_these = lambda tree: {branch: {n: tree[branch][n] for n in leaves} for branch, leaves in grads.items()}
-        shards = of_these(stack.layer_of(self.shards["layers"], place))
-        return plan.settle(grads, shards, of_these(plan.placements["layers"]))
+        return settled(plan, grads, stack.layer_of(self.shards["layers"], place), plan.placements["layers"])
 
     def send(self, x: jax.Array, by: int) -> jax.Array:
         """To the next stage, or the one before; round the end of the ring only where a stage has several chunks."""

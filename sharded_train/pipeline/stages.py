@@ -54,6 +54,11 @@ class Pipeline:
         """Layers of the largest chunk, to which the others are padded."""
         return self.split.most
 
+    @property
+    def defers(self) -> bool:
+        """Whether the weights' gradients are left for later."""
+        return self.schedule.weights is not None
+
     @functools.cached_property
     def slots(self) -> Slots:
         return slots(self.schedule)

@@ -1,4 +1,4 @@
-"""Which dtype weights and activations are multiplied in."""
+"""Which numbers weights and activations are multiplied in."""
 
 from __future__ import annotations
 
@@ -7,13 +7,46 @@ from typing import Literal
 
 import jax.numpy as jnp
 
+Recipe = Literal["fp32", "bf16", "fp16", "fp8_delayed", "fp8_current"]
+ProductName = Literal["q", "k", "v", "out", "gate", "up", "down"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Config:
+    """How the layers' weight products run in FP8; all else is bf16: embedding, head, norms, scores of attention."""
+
+    amax_history_length: int = 16  # steps that fp8_delayed remembers
+    algorithm: Literal["max", "most_recent"] = "max"  # of the history, what fp8_delayed scales by
+    margin: int = 0  # scales are 2^margin below what would just fit
+    format: Literal["hybrid", "e4m3"] = "hybrid"  # hybrid: e4m3 forward, e5m2 for gradients; e4m3: for both
+    bf16_products: tuple[ProductName, ...] = ()  # of every layer, that stay in bf16
+    recalibrate: bool = False  # measure anew at this start what fp8_delayed scales by, in place of a checkpoint's
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScaleConfig:
+    """fp16's dynamic loss scaling (Micikevicius et al. 2018, arXiv:1710.03740)."""
+
+    initial: float = 2.0**16
+    growth_interval: int = 2000  # steps in a row without overflow, after which the scale grows
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    hysteresis: int = 2  # overflows since the scale last grew that it takes to back off
+
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
     """The recipe by name. Master weights, moments, reductions of losses and norms are fp32 under all of them."""
 
-    recipe: Literal["fp32", "bf16"] = "bf16"  # what matrices are multiplied in
+    recipe: Recipe = "bf16"  # what matrices are multiplied in
+    fp8: Fp8Config = dataclasses.field(default_factory=Fp8Config)
+    fp16: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
 
     @property
     def compute_dtype(self) -> jnp.dtype:
-        return jnp.dtype({"fp32": jnp.float32, "bf16": jnp.bfloat16}[self.recipe])
+        """Of everything that is not multiplied in FP8."""
+        return jnp.dtype({"fp32": jnp.float32, "fp16": jnp.float16}.get(self.recipe, jnp.bfloat16))
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.recipe.startswith("fp8")

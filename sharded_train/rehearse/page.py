@@ -10,7 +10,7 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sharded_train.rehearse import computed, page_time, page_wires
+from sharded_train.rehearse import computed, fp8, page_time, page_wires
 from sharded_train.rehearse.memory import counted
 from sharded_train.rehearse.page_bars import Part, bar, legend
 from sharded_train.rehearse.page_parts import figure, heading, paragraph, table
@@ -37,6 +37,7 @@ def page(facts: Mapping[str, Any], title: str, command: str = "") -> str:
             *memory_section(facts["memory"]),
             *page_wires.section(facts["wires"], facts["time"]),
             *computed_section(facts["computed"]),
+            *([paragraph(words)] if (words := fp8.words(facts.get("fp8"))) else []),
             *page_time.section(facts["time"]),
             *foot(facts),
         ]

@@ -11,7 +11,7 @@ from sharded_train import __version__
 from sharded_train.config import to_dict
 from sharded_train.flops import flops_of
 from sharded_train.recipe import Recipe
-from sharded_train.rehearse import computed, hlo, memory, timeline, verdict, wires
+from sharded_train.rehearse import computed, fp8, hlo, memory, timeline, verdict, wires
 from sharded_train.rehearse.clusters import Cluster
 from sharded_train.rehearse.compile import PLUGINS, Compiled, compile_for, stand_ins
 from sharded_train.rehearse.pace import pace_of
@@ -59,10 +59,12 @@ def facts_of(compiled: Compiled) -> dict[str, Any]:
     }
     if facts["memory"]["verdict"] == "does not fit":
         facts["time"]["notes"].insert(0, verdict.UNLIKE)
+    facts["fp8"] = fp8.of_text(compiled.text)
     facts["verdict"] = verdict.describe(facts)
     facts["warnings"] = [
         *cluster.remarks,
         *shown["warnings"],
+        *([fp8.words(facts["fp8"])] if fp8.falls_short(facts["fp8"]) else []),
         *facts["memory"]["warnings"],
         *facts["wires"]["warnings"],
     ]

@@ -1,0 +1,132 @@
+"""A weight product in FP8: f8 times f8, the result scaled, and what was seen on the way.
+
+    y = (q(x s_x) q(w s_w)) / (s_x s_w)       d_x = (q(d_y s_g) q(w s_w)^T) / (s_g s_w)
+                                              d_w = (q(x s_x)^T q(d_y s_g)) / (s_x s_g)
+
+with numbers of `formats`. Operands are multiplied as they are: XLA makes a cuBLAS call in FP8 of that, wherever it
+stands, while it leaves a product of dequantised numbers in bf16 in loops. Forward it may sum fast, backward it may not.
+
+What is seen leaves as the cotangent of zeros, one for each use of the weight, so that autodiff does not add up
+what is to be maximised.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from sharded_train import compat
+from sharded_train.ops.dot import dot
+from sharded_train.params import Tree
+from sharded_train.precision.formats import Fp8, current_scale, observe, quantise
+
+SEEN = 3  # numbers of `formats.observe`
+
+
+class Quantised(flax.struct.PyTreeNode):
+    """A weight in FP8, and its product's scales: fp32, one each or `[layers]`; None: taken from the numbers at hand."""
+
+    q: jax.Array
+    w_scale: jax.Array
+    x_scale: jax.Array | None
+    g_scale: jax.Array | None
+    how: Fp8 = flax.struct.field(pytree_node=False)
+
+
+class Observed(flax.struct.PyTreeNode):
+    """A quantised weight to be multiplied by; the cotangents of the zeros are its gradient and what was seen."""
+
+    w: Quantised | None
+    grad: jax.Array | None  # shaped as the weight, in the dtype that gradients are computed in; None: left for later
+    g: jax.Array  # [uses, 3], see `formats.observe`: of the output's cotangent
+    x: jax.Array | None  # the same of the input; None where another weight of the same input has it
+
+    @classmethod
+    def of(cls, w: Quantised, uses: int, dtype: jnp.dtype, *, x: bool, axes: tuple[str, ...]) -> Observed:
+        """With zeros that vary over `axes`."""
+        zeros = lambda shape, dtype=jnp.float32: compat.vary(jnp.zeros(shape, dtype), axes)
+        return cls(w, zeros(w.q.shape, dtype), zeros((uses, SEEN)), zeros((uses, SEEN)) if x else None)
+
+    @property
+    def size(self) -> int:
+        assert self.w is not None
+        return self.w.q.size
+
+    def use(self, number: int) -> Observed:
+        """With the zeros of one use alone."""
+        one = lambda zeros: None if zeros is None else zeros[number : number + 1]
+        return self.replace(g=one(self.g), x=one(self.x))  # type: ignore[no-any-return]
+
+    def each(self, fn: Any) -> Observed:
+        """With `fn` of the weight, as of a plain one: a slice, or another shape."""
+        assert self.w is not None
+        grad = None if self.grad is None else fn(self.grad)
+        return self.replace(w=self.w.replace(q=fn(self.w.q)), grad=grad)  # type: ignore[no-any-return]
+
+
+def one_use(weights: Tree, number: int) -> Tree:
+    """A layer's weights for one of the block's uses of them."""
+    one = lambda w: w.use(number) if isinstance(w, Observed) else w
+    return jax.tree.map(one, weights, is_leaf=lambda w: isinstance(w, Observed))
+
+
+class Factors(flax.struct.PyTreeNode):
+    """Zeros whose cotangents make the weight's gradient later: q(x s_x), q(d_y s_g) and 1 / (s_x s_g)."""
+
+    x: jax.Array | None  # f8 [rows, in]; None where another weight of the same input has it
+    y: jax.Array  # f8 [rows, out]
+    scale: jax.Array | None
+
+
+def product(x: jax.Array, w: Observed, factors: Factors | None = None) -> jax.Array:
+    """`x [rows, in] @ w [in, out]`."""
+    assert w.w is not None
+    x = compat.vary(x, compat.varying_axes(w.w.q, w.g))
+    slots = {"grad": w.grad, "g": w.g, "x": w.x, "factors": factors}
+    return _product(w.w.how, x, w.w, slots)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(how: Fp8, x: jax.Array, w: Quantised, slots: Tree) -> jax.Array:
+    return _forward(how, x, w, slots)[0]
+
+
+@jax.named_scope("fp8")
+def _forward(how: Fp8, x: jax.Array, w: Quantised, slots: Tree) -> tuple[jax.Array, Tree]:
+    scale = _scale(w.x_scale, x, how.forward, how.margin)
+    q = quantise(x, scale, how.forward)
+    seen = None if slots["x"] is None else observe(x, scale, how.forward)
+    y = _scaled(dot(q, w.q, out_dtype=x.dtype), 1 / scale * (1 / w.w_scale))
+    wanted = jax.tree.map(lambda _: (), slots)  # which there are, without the arrays
+    return y, (q, 1 / scale, seen, w, wanted)
+
+
+@jax.named_scope("fp8")
+def _backward(how: Fp8, saved: Tree, d_y: jax.Array) -> tuple[jax.Array, None, Tree]:
+    q_x, x_inverse, seen_x, w, wanted = saved
+    scale = _scale(w.g_scale, d_y, how.backward, how.margin)
+    q_g, seen_g = quantise(d_y, scale, how.backward), observe(d_y, scale, how.backward)
+    exact = functools.partial(dot, out_dtype=d_y.dtype, precision="highest")
+    d_x = _scaled(exact(q_g, w.q, transpose_b=True), 1 / scale * (1 / w.w_scale))
+    factor = x_inverse * (1 / scale)
+    found = {"grad": None, "g": seen_g[None], "x": None if seen_x is None else seen_x[None], "factors": None}
+    if wanted["grad"] is not None:
+        found["grad"] = _scaled(exact(q_x, q_g, transpose_a=True), factor)
+    if wanted["factors"] is not None:
+        found["factors"] = Factors(None if wanted["factors"].x is None else q_x, q_g, factor)
+    return d_x, None, found
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _scale(known: jax.Array | None, x: jax.Array, dtype: jnp.dtype, margin: int) -> jax.Array:
+    return current_scale(jnp.abs(x.astype(jnp.float32)).max(), dtype, margin) if known is None else known
+
+
+def _scaled(x: jax.Array, by: jax.Array) -> jax.Array:
+    return (x.astype(jnp.float32) * by).astype(x.dtype)

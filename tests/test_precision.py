@@ -1,0 +1,205 @@
+"""The precision recipes in the step: on any mesh, what is seen, what is skipped, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sharded_train import equivalence
+from sharded_train import recipe as recipes
+from sharded_train.calibrate import calibrated
+from sharded_train.equivalence import MODELS, Layout, hard_batch, placed
+from sharded_train.errors import ConfigError
+from sharded_train.optimizer import AdamW
+from sharded_train.params import named_leaves
+from sharded_train.precision import Recipe
+from sharded_train.recipe_precision import warnings
+from sharded_train.step import Program, TrainState
+
+LLAMA = MODELS["llama"]
+
+
+def named(tree: Any) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf, np.float32) for name, leaf in named_leaves(tree, None)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    loss: float
+    grads: dict[str, np.ndarray]
+    seen: dict[str, np.ndarray]  # [layers of the model, 3]
+
+
+@functools.cache
+def passed(model: str, layout: Layout, recipe: Recipe) -> Pass:
+    p = equivalence.program(MODELS[model], layout, recipe=recipe)
+    batch, key = placed(p, hard_batch(p.model)), jax.random.key(0)
+    found = jax.jit(p.passes)(equivalence.weights(p), p.fresh_scaling(), batch, key)
+    seen = named(p.of_model({"layers": found.seen})["layers"]) if found.seen else {}
+    return Pass(float(found.loss.nll / found.loss.num_tokens), named(p.of_model(found.grads)), seen)
+
+
+def difference(got: Pass, want: Pass) -> float:
+    """Of all gradients together, relative."""
+    norm = lambda leaves: float(np.sqrt(sum(float((leaf**2).sum()) for leaf in leaves)))
+    return norm(got.grads[name] - leaf for name, leaf in want.grads.items()) / norm(want.grads.values())
+
+
+CASES = [
+    ("llama", Layout(data=2, tensor=2, zero=3, num_microbatches=2, overlap=True, remat="selective")),
+    pytest.param(
+        "llama_gqa", Layout(data=2, tensor=4, zero=1, num_microbatches=2, overlap=True), marks=pytest.mark.slow
+    ),
+    ("deep", Layout(pipeline=2, data=2, tensor=2, zero=1, num_microbatches=4, schedule="zero_bubble", chunks=1)),
+    pytest.param(
+        "llama",
+        Layout(sequence=2, tensor=2, data=2, zero=2, num_microbatches=2, strategy="ring", remat="full"),
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES, ids=str)
+def test_fp8_on_any_mesh_is_near_one_device(model: str, layout: Layout) -> None:
+    """As near as roundings to 2 bits of mantissa let it; a gradient counted twice or a scale lost would be far off.
+
+    What was seen of weights is the same to the bit, and of the first layer's input, which is computed alike.
+    """
+    got, want = passed(model, layout, "fp8_current"), passed(model, Layout(), "fp8_current")
+    assert got.loss == pytest.approx(want.loss, rel=2e-3)
+    assert difference(got, want) < 0.15
+    assert {name for name in got.grads if not got.grads[name].any()} == set()
+    assert got.seen.keys() == want.seen.keys()
+    for name, seen in got.seen.items():
+        amax, other = seen[:, 0], want.seen[name][:, 0]
+        if name.endswith("/w"):
+            assert amax.tolist() == other.tolist(), name
+        elif "/k/" not in name and "/v/" not in name:  # of shared kv heads a device sees a part of the cotangent
+            assert amax == pytest.approx(other, rel=0.25), name
+    assert got.seen["attention/q/x"][0, 0] == want.seen["attention/q/x"][0, 0]
+
+
+def test_recipes_on_one_device_are_near_fp32() -> None:
+    exact = passed("llama", Layout(), "fp32")
+    for recipe, loss, grads in (("fp16", 1e-4, 5e-3), ("fp8_current", 2e-3, 0.2)):
+        got = passed("llama", Layout(), recipe)  # type: ignore[arg-type]
+        assert got.loss == pytest.approx(exact.loss, rel=loss)
+        assert 0 < difference(got, exact) < grads
+
+
+# The state
+
+
+def program(recipe: Recipe, layout: Layout = Layout(data=2)) -> Program:  # noqa: B008
+    p = equivalence.program(LLAMA, layout, recipe=recipe, ema_decay=0.9)
+    return dataclasses.replace(p, optimizer=AdamW())
+
+
+def copy_of(state: TrainState) -> dict[str, np.ndarray]:
+    return {name: np.array(leaf) for name, leaf in named_leaves(state, None)}
+
+
+def test_delayed_scaling_begins_measured_and_learns_once_a_step() -> None:
+    """CASES 18: with scales of 1 most gradients would be lost; the calibration updates nothing else."""
+    p = program("fp8_delayed", Layout(data=2, pipeline=2, num_microbatches=2, layers=(2, 1)))
+    assert p.pipe is not None
+    state, batch = p.init(0), placed(p, hard_batch(LLAMA))
+    before = copy_of(state)
+    state = calibrated(p, state, batch)
+    after = copy_of(state)
+    assert {name for name in after if (after[name] != before[name]).any()} == {n for n in after if "scaling" in n}
+    there = p.pipe.order >= 0
+    for name, x in after.items():
+        if name.endswith("history"):
+            assert (x[there, 0] > 0).all(), name
+            assert not x[there, 1:].any(), name
+    _, fresh = p.train_step(p.init(0), batch)
+    state, metrics = p.train_step(state, batch)
+    lost = lambda metrics: max(np.asarray(x)[:, 2].max() for name, x in metrics["fp8"].items() if name.endswith("g"))
+    assert lost(metrics) < 0.2 < 0.5 < lost(fresh)
+    now = copy_of(state)
+    for name, x in now.items():
+        if name.endswith("history"):
+            amax = np.asarray(metrics["fp8"][name.removeprefix("scaling/layers/").removesuffix("/history")])[:, 0]
+            assert x[p.pipe.places][:, 0].tolist() == amax.tolist(), name
+            assert x[there, 1].tolist() == after[name][there, 0].tolist()
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    """CASES 18, 21: no weight, moment, average, count of steps or history moves, on any device."""
+    p = program("fp8_delayed")
+    state, batch = p.init(0), placed(p, hard_batch(LLAMA))
+    bad = state.params["layers"]["attention"]["norm"]["gain"].at[1, 0].set(jnp.inf)
+    state.params["layers"]["attention"]["norm"]["gain"] = jax.device_put(bad, bad.sharding)
+    before = copy_of(state)
+    state, metrics = p.train_step(state, batch)
+    assert not np.isfinite(float(metrics["loss"]))
+    after = copy_of(state)
+    assert (int(metrics["skipped"]), int(after.pop("skipped")), int(before.pop("skipped"))) == (1, 1, 0)
+    assert {name for name in after if after[name].tobytes() != before[name].tobytes()} == set()
+
+
+def test_fp16_backs_off_and_goes_on() -> None:
+    """CASES 21: at an absurd loss scale gradients overflow; it halves until they do not, and then steps are made."""
+    p = program("fp16")
+    state, batch = p.init(0), placed(p, hard_batch(LLAMA))
+    state.scaling["loss_scale"] = jax.device_put(jnp.float32(2**22), state.step.sharding)
+    scales, steps = [], []
+    for _ in range(14):
+        state, metrics = p.train_step(state, batch)
+        scales.append(float(metrics["loss_scale"]))
+        steps.append(int(state.step))
+    assert scales[:3] == [2**22, 2**22, 2**21]  # the first overflow is borne
+    assert 0 < steps[-1] == 14 - int(state.skipped) < 14
+    assert np.isfinite(float(metrics["grad_norm"]))
+    assert all(np.isfinite(leaf).all() for leaf in copy_of(state).values())
+
+
+# What is refused, and said
+
+FITS: dict[str, Any] = {
+    "model": {"vocab_size": 512, "d_model": 64, "num_heads": 4, "num_kv_heads": 2, "d_ff": 128},
+    "mesh": {"data": 2, "tensor": 2},
+    "precision": {"recipe": "fp8_delayed"},
+    "train": {"global_batch_size": 8, "sequence_length": 32},
+}
+
+
+def problems(*changes: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        recipes.check(recipes.from_dict(FITS, [f"--config.{c}" for c in changes]), 4)
+    return "\n".join(error.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["model.d_ff=144"], "model.d_ff 144 / mesh.tensor 2 = 72 is no multiple of 16"),
+        (["model.d_model=72", "model.head_dim=16"], "model.d_model 72 = 72 is no multiple of 16"),
+        (["model.head_dim=24"], "model.num_kv_heads 2 x head_dim 24 / mesh.tensor 2 = 24 is no multiple of 16"),
+        (["train.sequence_length=2"], "8 x 2 / (data 2 x sequence 1 x train.num_microbatches 1) = 8 is no multiple"),
+        (["precision.fp8.amax_history_length=0"], "precision.fp8.amax_history_length = 0: must be at least 1"),
+        (["precision.fp8.bf16_products=q,k,v,out,gate,up,down"], "nothing is left"),
+        (["precision.recipe=fp16", "precision.fp16.backoff_factor=1"], "must be above 0 and below 1"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(changes: list[str], words: str) -> None:
+    assert words in problems(*changes)
+
+
+def test_what_changes_nothing_is_told() -> None:
+    told = lambda *changes: "\n".join(
+        warnings(recipes.from_dict(FITS, [f"--config.{c}" for c in changes]), {"tensor": 2})
+    )
+    assert "below about 1024 outputs" in told()
+    assert "precision.fp8.algorithm = most_recent changes nothing" in told(
+        "precision.recipe=fp8_current", "precision.fp8.algorithm=most_recent"
+    )
+    assert "precision.fp16 changes nothing" in told("precision.fp16.initial=8")
+    assert "precision.fp8.margin = 1 changes nothing" in told("precision.recipe=bf16", "precision.fp8.margin=1")

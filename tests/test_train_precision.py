@@ -1,0 +1,83 @@
+"""Runs under FP8: broken off and resumed they are the same run, and scales are never lost in silence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from sharded_train import precision_log
+from sharded_train import recipe as recipes
+from sharded_train.errors import ConfigError
+from sharded_train.exits import Exit
+from sharded_train.generate import generate
+from sharded_train.recipe import Recipe
+from sharded_train.train import train
+
+SETTINGS: dict[str, Any] = {
+    "model": {"vocab_size": 300, "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ff": 64},
+    "mesh": {"data": 8},
+    "zero": {"stage": 1},
+    "precision": {"recipe": "fp8_delayed"},
+    "data": {"validation_fraction": 0.2},
+    "schedule": {"warmup_steps": 1},
+    "train": {"num_steps": 4, "global_batch_size": 8, "sequence_length": 32},
+    "log": {"every": 1, "precision_every": 1, "tensorboard": False},
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    rng = np.random.default_rng(0)
+    for i in range(12):
+        (folder / f"{i}.txt").write_text(" ".join(rng.choice(["mesh", "shard", "gather", "amax", "scale"], 200)))
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every start of a run compiles: here the same program a second time from JAX's cache."""
+    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def recipe_of(text: Path, *changes: str) -> Recipe:
+    files = {"data": {**SETTINGS["data"], "files": [f"{text}/*.txt"]}}
+    return recipes.from_dict({**SETTINGS, **files}, [f"--config.{c}" for c in changes])
+
+
+def losses(workdir: Path) -> dict[int, float]:
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_a_run_in_fp8_goes_on_with_its_scales(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """CASES 19: bit for bit with the state; without it an error that says what to do, or measured anew."""
+    whole, halves, from_bf16 = (tmp_path / name for name in ("whole", "halves", "from_bf16"))
+    assert train(recipe_of(text), whole) == Exit.DONE
+    train(recipe_of(text, "train.stop_at=2"), halves)
+    assert train(recipe_of(text), halves) == Exit.DONE
+    assert losses(halves) == losses(whole)
+    assert precision_log.read(halves) == precision_log.read(whole)
+    told = precision_log.read(whole)
+    assert [line["step"] for line in told] == [1, 2, 3, 4]
+    assert set(told[0]["tensors"]["mlp/up/x"]) == {"amax", "saturated", "lost", "scale"}
+    assert len(told[0]["tensors"]["mlp/up/x"]["amax"]) == 2
+    train(recipe_of(text, "train.stop_at=2", "precision.recipe=bf16"), from_bf16)
+    with pytest.raises(ConfigError, match="recalibrate=true"):
+        train(recipe_of(text), from_bf16, accept_config_change=True)
+    capsys.readouterr()
+    again = recipe_of(text, "precision.fp8.recalibrate=true")
+    assert train(again, from_bf16, accept_config_change=True) == Exit.DONE
+    assert "calibration" in capsys.readouterr().out
+    assert abs(losses(from_bf16)[4] - losses(whole)[4]) < 0.02
+    options: dict[str, Any] = {"max_tokens": 3, "temperature": 0.0, "top_k": None, "num_samples": 1, "seed": 0}
+    assert generate(recipe_of(text, "precision.recipe=bf16"), whole, prompt="mesh", json=True, **options) == 0
