@@ -1,0 +1,152 @@
+"""Training in FP8 on real text beside bf16: final losses, and what happens without scaling.
+
+    python benchmarks/fp8_training.py [--recipes bf16 fp8_delayed fp8_current unscaled] [--seeds 0 1 2] [--steps 1000]
+        [--width 256] [--rows 16] [--length 256] [--json OUT]
+    python benchmarks/fp8_training.py --cost [--windows 9]
+
+The model of configs/quickstart.py on one device, on the source code of Python's standard library; every recipe sees the
+same batches in the same order, from the same initial weights. What is told is the mean loss of the last tenth of the
+steps, over seeds, relative to bf16's. `unscaled` is fp8_delayed with every scale held at 1.
+
+`--cost` times steps of bf16 and of the FP8 recipes in turn, in windows, and tells the median of their ratios: FP8 is
+emulated on CPUs, and should cost at most 1.3 steps of bf16. `unscaled` quantises the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sharded_train import assemble, recipe
+from sharded_train.calibrate import calibrated
+from sharded_train.data.loader import Loader
+from sharded_train.data.prepare import TextData
+from sharded_train.step import Batch, Program
+
+ROOT = Path(__file__).parent.parent
+RECIPES = ("bf16", "fp8_delayed", "fp8_current", "unscaled")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--width", type=int, default=256, help="d_model; d_ff follows")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--workdir", type=Path, default=Path("runs/fp8_training"), help="the tokenized text")
+    parser.add_argument("--cost", action="store_true")
+    parser.add_argument("--windows", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="write curves here, after every run")
+    args = parser.parse_args()
+    if args.cost:
+        cost(args)
+        return
+    curves: dict[str, list[list[float]]] = {name: [] for name in args.recipes}
+    for seed in args.seeds:
+        for name in args.recipes:
+            begun = time.perf_counter()
+            curves[name].append(trained(name, seed, args))
+            last = mean_of_last(curves[name][-1])
+            print(f"seed {seed}  {name:11}  {last:.4f}  ({time.perf_counter() - begun:.0f} s)", flush=True)
+            if args.json:
+                args.json.write_text(
+                    json.dumps({"settings": {k: str(v) for k, v in vars(args).items()}, "curves": curves})
+                )
+    reference = np.mean([mean_of_last(curve) for curve in curves["bf16"]]) if "bf16" in curves else np.nan
+    print(f"\nmean loss of the last tenth of {args.steps} steps, {len(args.seeds)} seeds")
+    for name, those in curves.items():
+        losses = [mean_of_last(curve) for curve in those]
+        beside = 100 * (np.mean(losses) / reference - 1)
+        print(f"{name:11}  {np.mean(losses):.4f}  {beside:+.3f} %  seeds {np.round(losses, 4)}")
+
+
+def program_of(name: str, seed: int, args: argparse.Namespace) -> Program:
+    settings = {
+        "precision.recipe": "fp8_delayed" if name == "unscaled" else name,
+        "mesh.tensor": 1,
+        "mesh.data": 1,
+        "zero.stage": 0,
+        "model.d_model": args.width,
+        "model.d_ff": args.width * 11 // 4,
+        "train.seed": seed,
+        "train.num_steps": args.steps,
+        "train.global_batch_size": args.rows,
+        "train.sequence_length": args.length,
+    }
+    overrides = [f"--config.{key}={value}" for key, value in settings.items()]
+    return assemble.program_of(recipe.load(ROOT / "configs" / "quickstart.py", overrides))
+
+
+def batches_of(program: Program, args: argparse.Namespace, seed: int) -> Loader:
+    overrides = [f"--config.train.sequence_length={args.length}", f"--config.train.num_steps={args.steps}"]
+    overrides += [f"--config.train.global_batch_size={args.rows}", "--config.train.seed=0"]
+    asked = recipe.load(ROOT / "configs" / "quickstart.py", overrides)
+    data: TextData = assemble.text_of(asked, args.workdir, lambda words: None)
+    shape = (args.rows, args.length)
+    return Loader(data.train, batch_shape=shape, sharding=program.batch_sharding, seed=seed, start_step=0)
+
+
+def stepper(name: str, program: Program, seed: int, first: Batch) -> Callable[[Batch], float]:
+    """A function that makes one step after another and returns their losses."""
+    state = program.init(seed)
+    if name == "fp8_delayed":
+        state = calibrated(program, state, first)
+
+    def step(batch: Batch) -> float:
+        nonlocal state
+        if name == "unscaled":
+            state = state.replace(scaling=jax.tree.map(jnp.ones_like, state.scaling))
+        state, metrics = program.train_step(state, batch)
+        return float(metrics["loss"])
+
+    return step
+
+
+def trained(name: str, seed: int, args: argparse.Namespace) -> list[float]:
+    """The loss of every step."""
+    program = program_of(name, seed, args)
+    with batches_of(program, args, seed) as batches:
+        first = Batch(**next(batches))
+        step = stepper(name, program, seed, first)
+        return [step(first), *(step(Batch(**next(batches))) for _ in range(args.steps - 1))]
+
+
+def mean_of_last(curve: list[float]) -> float:
+    return float(np.mean(curve[-max(1, len(curve) // 10) :]))
+
+
+def cost(args: argparse.Namespace) -> None:
+    steps: dict[str, Any] = {}
+    for name in ("bf16", "fp8_delayed", "fp8_current"):
+        program = program_of(name, 0, args)
+        with batches_of(program, args, 0) as batches:
+            batch = Batch(**next(batches))
+        steps[name] = stepper(name, program, 0, batch)
+        steps[name](batch)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for window in range(args.windows):
+        for name in list(steps)[:: 1 if window % 2 else -1]:
+            begun = time.process_time()
+            for _ in range(3):
+                steps[name](batch)
+            seconds[name].append(time.process_time() - begun)
+    for name in steps:
+        ratios = np.array(seconds[name]) / np.array(seconds["bf16"])
+        low, high = np.percentile(ratios, [10, 90])
+        print(
+            f"{name:11}  {np.median(ratios):.3f} CPU seconds of a bf16 step  (80 % of windows: {low:.3f} to {high:.3f})"
+        )
+
+
+if __name__ == "__main__":
+    main()
