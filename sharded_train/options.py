@@ -112,8 +112,10 @@ def add_own(parser: argparse.ArgumentParser, verb: str) -> None:
         )
     if verb == "checkpoints":
         add_checkpoints(parser)
-    if verb == "goodput":
+    if verb in ("goodput", "precision"):
         add("--workdir", metavar="DIR", type=_path, help="of the run")
+    if verb == "precision":
+        add("--html", metavar="OUT", type=_path, help="write heat maps by layer and step as one page")
     if verb == "schedule":
         number = _at_least(int, 1)
         add("--stages", metavar="P", type=number, help="devices along the pipeline axis")

@@ -170,6 +170,12 @@ def _checkpoints(args: argparse.Namespace, overrides: list[str]) -> int:
     )
 
 
+def _precision(args: argparse.Namespace, overrides: list[str]) -> int:
+    from sharded_train.precision_verb import precision
+
+    return precision(args.workdir, html=args.html, json=args.json)
+
+
 @dataclasses.dataclass(frozen=True)
 class Verb:
     """One verb of the command. `needs` are its required options; one of several where they are joined by "or".
@@ -265,6 +271,14 @@ VERBS = {
         "sharded-train goodput --workdir=runs/quickstart",
         ("--workdir",),
         _goodput,
+        has_config=False,
+        has_devices=False,
+    ),
+    "precision": Verb(
+        "what FP8 products saw, by layer and step: amax, scales, what saturates and what is lost",
+        "sharded-train precision --workdir=runs/quickstart --html=precision.html",
+        ("--workdir",),
+        _precision,
         has_config=False,
         has_devices=False,
     ),

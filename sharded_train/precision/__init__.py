@@ -27,10 +27,10 @@ class Fp8Config:
 class LossScaleConfig:
     """fp16's dynamic loss scaling (Micikevicius et al. 2018, arXiv:1710.03740)."""
 
-    initial: float = 2.0**16
+    initial: float = 2.0**16  # scale of the first step
     growth_interval: int = 2000  # steps in a row without overflow, after which the scale grows
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
+    growth_factor: float = 2.0  # what the scale grows by
+    backoff_factor: float = 0.5  # what it is multiplied by after overflows
     hysteresis: int = 2  # overflows since the scale last grew that it takes to back off
 
 

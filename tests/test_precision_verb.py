@@ -1,0 +1,61 @@
+"""The precision verb: what a run logged, in words, as JSON and as a page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sharded_train.__main__ import main
+from sharded_train.precision_log import PrecisionLog, read
+from sharded_train.precision_verb import spark
+
+
+def line(step: int, lost: float) -> dict[str, Any]:
+    of = lambda amax, lost: {"amax": amax, "saturated": [0.0, 0.02], "lost": [0.0, lost], "scale": [448.0, 2.0]}
+    return {"step": step, "tensors": {"mlp/up/x": of([1.0, 2.0 * step], 0.0), "mlp/up/g": of([None, 1e-4], lost)}}
+
+
+@pytest.fixture
+def workdir(tmp_path: Path) -> Path:
+    lines = [line(step, 0.9 if step == 3 else 0.1) for step in range(1, 6)]
+    (tmp_path / "precision.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines) + '{"step": 6')
+    return tmp_path
+
+
+def test_the_worst_is_named(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = workdir / "page.html"
+    assert main(["precision", f"--workdir={workdir}", f"--html={page}"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "90% of the gradient became zero at step 3, layer 1" in said
+    assert "2.0% saturated" in said
+    text = page.read_text()
+    assert "mlp/up/g, layer 1, step 3: 0.9" in text
+    assert not re.search(r"(src|href)=", text)
+
+
+def test_json_has_every_number(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["precision", f"--workdir={workdir}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps"] == [1, 2, 3, 4, 5]
+    assert found["tensors"]["mlp/up/x"]["amax"] == [[1.0, 2.0 * step] for step in range(1, 6)]
+    assert found["worst"]["mlp/up/g"]["lost"] == {"share": 0.9, "step": 3, "layer": 1}
+
+
+def test_a_run_without_a_log_is_told_how_to_get_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["precision", f"--workdir={tmp_path}"]) == 2
+    assert "log.precision_every" in capsys.readouterr().err
+
+
+def test_what_was_written_beyond_the_start_goes(workdir: Path) -> None:
+    PrecisionLog(workdir, 2, every=1).go_back(1)
+    assert [each["step"] for each in read(workdir)] == [1]
+
+
+def test_histories_are_drawn_by_powers() -> None:
+    assert spark([1.0, 2.0, 4.0]) == "▁▅█"
+    assert spark([0.0, 0.0]) == "  "
+    assert len(spark([1.0] * 100, 10)) == 10
