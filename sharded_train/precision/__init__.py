@@ -39,8 +39,8 @@ class PrecisionConfig:
     """The recipe by name. Master weights, moments, reductions of losses and norms are fp32 under all of them."""
 
     recipe: Recipe = "bf16"  # what matrices are multiplied in
-    fp8: Fp8Config = dataclasses.field(default_factory=Fp8Config)
-    fp16: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
+    fp8: Fp8Config = dataclasses.field(default_factory=Fp8Config)  # of the FP8 recipes
+    fp16: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)  # of fp16
 
     @property
     def compute_dtype(self) -> jnp.dtype:

@@ -1,0 +1,70 @@
+"""FP8 in the compiled program: every product that is asked for is a cuBLAS call in FP8, and weights are sent in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rehearsed import CLUSTER, PIPELINE, TINY
+from test_compiled_zero import collectives_of, entries
+
+from sharded_train import recipe
+from sharded_train.errors import ConfigError
+from sharded_train.rehearse import fp8
+from sharded_train.rehearse.compile import check_plugin, compile_for
+
+try:
+    check_plugin()
+except ConfigError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+LAYERS, M = 3, 2
+LAYER = 256 * 128 + 2 * 256 * 64 + 128 * 256 + 3 * 256 * 256  # entries of a layer's matrices on a tensor rank
+# XLA joins products of one input: q, k, v are one, up and gate too, and so are the gradients of those weights.
+FORWARD, BACKWARD = 4, 7 + 4
+CURRENT = "precision.recipe=fp8_current"
+DELAYED: dict[str, Any] = {"precision": {"recipe": "fp8_delayed"}}
+slow = pytest.mark.slow
+# (settings, changes, products in the text of one layer)
+CASES = [
+    pytest.param({**TINY, **DELAYED}, ["train.overlap=false"], FORWARD + BACKWARD, id="zero3-tensor2-selective"),
+    pytest.param(
+        {**TINY, **DELAYED}, ["train.overlap=false", "train.remat=none"], FORWARD + BACKWARD, id="none", marks=slow
+    ),
+    pytest.param(
+        {**TINY, **DELAYED}, ["train.overlap=false", "train.remat=full"], 2 * FORWARD + BACKWARD, id="full", marks=slow
+    ),
+    pytest.param(
+        {**TINY, **DELAYED}, ["train.overlap=false", CURRENT], FORWARD + BACKWARD, id="current", marks=slow
+    ),
+    pytest.param({**PIPELINE, **DELAYED}, ["pipeline.num_chunks=1"], FORWARD + BACKWARD, id="1f1b", marks=slow),
+    pytest.param(
+        {**TINY, **DELAYED},
+        ["train.overlap=false", "precision.fp8.bf16_products=down"],
+        FORWARD + BACKWARD - 3,
+        id="down-in-bf16",
+        marks=slow,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "changes", "products"), CASES)
+def test_every_product_is_fp8_and_weights_are_gathered_in_it(
+    settings: dict[str, Any], changes: list[str], products: int
+) -> None:
+    asked = recipe.from_dict(settings, [f"--config.{change}" for change in changes])
+    compiled = compile_for(asked, CLUSTER)
+    found = fp8.of_text(compiled.text)
+    assert found is not None
+    assert found["missing"] == []
+    assert found["asked"] == found["in_fp8"] == products
+    assert compiled.text.count('custom_call_target="__cublas$lt$matmul$f8"') == found["asked"]
+    assert fp8.words(found) == f"FP8: all {found['asked']} of the products that are asked for run in FP8"
+    found_there = collectives_of(compiled)
+    gathered = entries([each for each in found_there if each.op == "all-gather" and each.axes == ("data",)])
+    if asked.zero.stage == 3:
+        layer = LAYER - (256 * 256 if asked.precision.fp8.bf16_products else 0)
+        assert gathered["f8e4m3fn"] % layer == 0
+        assert LAYERS * M <= gathered["f8e4m3fn"] // layer <= 2 * LAYERS * M
+        if not asked.precision.fp8.bf16_products:
+            assert gathered["bf16"] <= M * (2 * 256 * 256 + 256 + 2 * LAYERS * 2 * 256)  # tables, and gains twice
