@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +50,25 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launched(
-    config: Path, workdir: Path, processes: int, devices: int, *more: str, options: Sequence[str] = ()
+    config: Path,
+    workdir: Path,
+    processes: int,
+    devices: int,
+    *more: str,
+    options: Sequence[str] = (),
+    inside: Sequence[str] = (),
 ) -> subprocess.Popen[str]:
-    """A supervisor, with `options`, and its processes, of `devices` devices each."""
-    command = [sys.executable, "-m", "sharded_train", "launch", f"--processes={processes}", "--backoff=0.1", *options]
+    """A supervisor, with `options`, and its processes, of `devices` devices each; `inside` is a command around it."""
+    command = [
+        *inside,
+        sys.executable,
+        "-m",
+        "sharded_train",
+        "launch",
+        f"--processes={processes}",
+        "--backoff=0.1",
+        *options,
+    ]
     command += ["--", "train", f"--config={config}", f"--workdir={workdir}", f"--cpu-devices={devices}", *more]
     environment = {**os.environ, "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
@@ -189,6 +206,73 @@ def test_two_hosts_each_with_its_supervisor_come_together_again(
     found = [ended(supervisor) for supervisor in supervisors]
     assert [code for code, _ in found] == [Exit.DONE] * 2, found
     assert all("restart 1 in" in said for _, said in found)
+    assert_alike(workdir, unbroken)
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A network namespace with an address and a name of its own."""
+
+    name: str
+    address: str
+
+    @property
+    def inside(self) -> list[str]:
+        named = f'hostname {self.name} && exec "$@"'  # Gloo binds the address that the host's name stands for
+        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", named, "sh"]
+
+    def link(self, state: str) -> None:
+        run("ip", "-n", self.name, "link", "set", f"{self.name}-link", state)
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[Host]]:
+    """Two hosts with a link between them, on this machine. Needs root and iproute2."""
+    made = [Host(f"st{os.getpid()}{letter}", f"10.77.0.{i}") for i, letter in enumerate("ab", 1)]
+    try:
+        for host in made:
+            run("ip", "netns", "add", host.name)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no network namespaces can be made here")
+    try:
+        a, b = (host.name for host in made)
+        run("ip", "link", "add", f"{a}-link", "netns", a, "type", "veth", "peer", "name", f"{b}-link", "netns", b)
+        for host in made:
+            names = Path("/etc/netns") / host.name / "hosts"
+            names.parent.mkdir(parents=True)
+            names.write_text("127.0.0.1 localhost\n" + "".join(f"{h.address} {h.name}\n" for h in made))
+            run("ip", "-n", host.name, "address", "add", f"{host.address}/24", "dev", f"{host.name}-link")
+            run("ip", "-n", host.name, "link", "set", "lo", "up")
+            host.link("up")
+        yield made
+    finally:
+        for host in made:
+            subprocess.run(["ip", "netns", "del", host.name], check=False)
+            shutil.rmtree(Path("/etc/netns") / host.name, ignore_errors=True)
+
+
+@pytest.mark.slow  # four lives on two hosts: 2 to 4 minutes on two cores
+def test_a_link_that_is_down_for_a_while_stops_both_hosts_and_they_go_on_when_it_is_back(
+    config: Path, unbroken: dict[int, float], hosts: list[Host], tmp_path: Path
+) -> None:
+    workdir = tmp_path / "run"
+    where = ["--hosts=2", f"--coordinator={hosts[0].address}:8476"]
+    supervisors = [
+        launched(config, workdir, 1, 4, options=[*where, f"--host-index={i}"], inside=host.inside)
+        for i, host in enumerate(hosts)
+    ]
+    wait_for(supervisors[0], lambda: max(losses(workdir), default=0) >= 12)
+    begin = time.monotonic()
+    hosts[1].link("down")
+    wait_for(supervisors[0], lambda: "restart 1 in" in text_of(workdir / "logs/supervisor.log"))
+    assert time.monotonic() - begin < 2 * 10 + 5
+    hosts[1].link("up")
+    found = [ended(supervisor) for supervisor in supervisors]
+    assert [code for code, _ in found] == [Exit.DONE] * 2, found
     assert_alike(workdir, unbroken)
 
 
