@@ -286,7 +286,7 @@ def test_what_the_record_says(text: Path, unbroken: Ended) -> None:
 
 def test_metrics_hold_every_key(unbroken: Ended) -> None:
     lines = [json.loads(line) for line in (unbroken.workdir / "metrics.jsonl").read_text().splitlines()]
-    training = {"step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "data_wait"}
+    training = {"step", "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "data_wait", "skipped"}
     assert [set(line) for line in lines if "loss" in line] == [training] * STEPS
     assert [line["step"] for line in lines if "validation_loss" in line] == [5, 10]
     assert all(line["tokens_per_second"] > 0 for line in lines if line["step"] > 1 and "loss" in line)
