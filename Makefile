@@ -15,7 +15,7 @@ SHELL := bash
 .SUFFIXES:
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test test-all lint format docs setup setup-dev setup-rehearse constraints clean same-environment
+.PHONY: notebooks help train test test-all lint format docs setup setup-dev setup-rehearse constraints clean same-environment
 
 # An NVIDIA GPU that can be used from here: driver and device node are present, or (as on WSL) its tool answers.
 FIND_GPU = { [ -d /proc/driver/nvidia ] && ls /dev/nvidia[0-9]*; } >/dev/null 2>&1 \
@@ -58,6 +58,9 @@ test: setup-dev  ## run the fast tests
 
 test-all: setup-dev  ## run all tests, the slow ones included
 	$(PYTEST) -m "" $(ARGS)
+
+notebooks: setup-dev $(VENV)/.installed-notebooks  ## run the notebooks anew; ARGS="01 03": some of them
+	$(VENV)/bin/python notebooks/run.py $(ARGS)
 
 lint: setup-dev  ## check style, formatting and types
 	@failed=0; for check in 'ruff check' 'ruff format --check' mypy; do \
