@@ -22,15 +22,17 @@ import numpy as np
 import pytest
 from jax import monitoring
 
-from sharded_train import assemble, config
+from sharded_train import assemble, config, initial_weights
 from sharded_train import recipe as recipes
 from sharded_train import workdir as workdirs
 from sharded_train.checkpoint import Checkpointer
+from sharded_train.checkpoint.peers import Peers
 from sharded_train.errors import ConfigError
 from sharded_train.evaluate import evaluate
 from sharded_train.exits import Exit
 from sharded_train.faults.goodput import account, read
 from sharded_train.faults.lock import WorkdirLock
+from sharded_train.initial_weights import InitialWeights
 from sharded_train.metrics import RunLog
 from sharded_train.recipe import Recipe
 from sharded_train.report import command_to_resume
@@ -407,6 +409,33 @@ def test_resume_never_keeps_what_there_is_and_must_wants_something(
     assert [path.name for path in (workdir / "checkpoints.before").iterdir()] == ["5"]
     with pytest.raises(ConfigError, match="has no checkpoint"):
         train(recipe_of(text), tmp_path / "new", resume="must")
+
+
+def test_weights_of_another_run_are_where_a_run_begins_all_or_by_name(text: Path, half: Ended, tmp_path: Path) -> None:
+    program = assemble.program_of(
+        recipe_of(text, "mesh.data=2", "mesh.tensor=4", "zero.stage=1", "train.ema_decay=0.9")
+    )
+    taken, fresh = state_of(half, 5)[0], program.init(1)
+
+    def load(only: tuple[str, ...] | None = None, without: tuple[str, ...] | None = None) -> Any:
+        return initial_weights.load(program, 1, InitialWeights(half.workdir, only, without), Peers(60))
+
+    state = load()
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.ema), (taken.params, taken.params))
+    jax.tree.map(np.testing.assert_array_equal, state.opt_state, fresh.opt_state)
+    assert int(state.step) == 0
+    some = load(without=("embed*",))
+    jax.tree.map(np.testing.assert_array_equal, some.params["layers"], taken.params["layers"])
+    np.testing.assert_array_equal(some.params["embedding"], fresh.params["embedding"])
+    with pytest.raises(ConfigError, match=r"no weight is named lairs/\*: the weights are "):
+        load(only=("lairs/*",))
+    with pytest.raises(ConfigError, match=r"there is no checkpoint"):
+        initial_weights.load(program, 1, InitialWeights(tmp_path), Peers(60))
+    larger = assemble.program_of(recipe_of(text, "model.vocab_size=304"))
+    with pytest.raises(ConfigError) as caught:
+        initial_weights.load(larger, 1, InitialWeights(half.workdir / "checkpoints/5"), Peers(60))
+    assert "params/embedding: float32[300,32] in the checkpoint, float32[304,32] in this run" in str(caught.value)
+    assert "--init-except=NAMES" in str(caught.value)
 
 
 def test_other_data_is_refused(text: Path, half: Ended, tmp_path: Path) -> None:

@@ -58,10 +58,16 @@ def save_async(path: Path, state: Mapping[str, jax.Array], run: Mapping[str, Any
 
 
 def load(path: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The leaves at `path`, placed as `wanted` says. Every process calls it and reads what its devices hold."""
+    """The leaves of `wanted` at `path`, placed as it says. Every process calls it and reads what its devices hold.
+
+    What else there is at `path` is not looked at: names are compared before.
+    """
     # Under a mesh context Orbax would resolve shardings against that mesh instead of the leaves' own.
     assert jax.sharding.get_abstract_mesh().empty, "restore outside of jax.set_mesh"
-    return leaves.by_name(ocp.load(path, leaves.nested(wanted), checkpointable_name=_STATE))
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with context:
+        return leaves.by_name(ocp.load(path, leaves.nested(wanted), checkpointable_name=_STATE))
 
 
 def own_parts(state: Mapping[str, jax.Array]) -> dict[str, list[Part]]:
