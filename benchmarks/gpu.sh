@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What only a GPU can tell, in under ten minutes: is attention right, do collectives in branches end, does training run.
+# What only a GPU can tell, in about ten minutes: is attention right, do collectives in branches end, does training run, what
+# does FP8 bring.
 #
 #     benchmarks/gpu.sh [FOLDER]      # prints everything; JSON goes into FOLDER (default: runs/gpu)
 #
@@ -24,8 +25,26 @@ part() {
 part "machine" 30 nvidia-smi -L
 part "attention by cuDNN" 150 "$python" benchmarks/gpu_attention.py
 part "collectives in branches" 150 "$python" benchmarks/gpu_branches.py --json="$out/branches.json"
-part "a run" 200 "$python" -m sharded_train train --config=configs/quickstart.py --workdir="$out/quickstart" \
+part "a run" 100 "$python" -m sharded_train train --config=configs/quickstart.py --workdir="$out/quickstart" \
     --config.precision.recipe=bf16 --config.train.num_steps=200 --config.evaluate.every=0
+
+# A Llama of about a billion parameters in every recipe: step time, tokens/s, MFU, FP8 products counted, loss over 40 steps;
+# and what a rehearsal says of the same step.
+llama=(--config=configs/quickstart.py --config.mesh.tensor=1 --config.zero.stage=0 --config.model.num_layers=16
+    --config.model.d_model=2048 --config.model.d_ff=8192 --config.model.num_heads=32 --config.model.num_kv_heads=8
+    --config.train.global_batch_size=8 --config.train.sequence_length=2048 --config.train.remat=selective
+    --config.train.num_steps=40 --config.schedule.warmup_steps=10 --config.schedule.learning_rate=3e-4
+    --config.evaluate.every=0 --config.checkpoint.every=0 --config.log.every=5)
+for recipe in bf16 fp8_delayed fp8_current; do
+    part "1B in $recipe" 120 "$python" -m sharded_train train "${llama[@]}" --config.precision.recipe=$recipe \
+        --workdir="$out/1b_$recipe"
+    rm -rf "$out/1b_$recipe/checkpoints" # 12 GB each
+done
+part "FP8 scales" 30 "$python" -m sharded_train precision --workdir="$out/1b_fp8_delayed" --html="$out/precision.html"
+for recipe in bf16 fp8_delayed; do
+    part "1B in $recipe, rehearsed" 60 "$python" -m sharded_train rehearse "${llama[@]}" --cluster=h200:1x1 \
+        --config.precision.recipe=$recipe --json="$out/rehearsed_$recipe.json"
+done
 
 if ((${#failed[@]})); then
     printf '\n=== failed: %s\n' "$(IFS=,; echo "${failed[*]}")"
