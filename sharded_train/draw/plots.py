@@ -9,6 +9,7 @@ from typing import Any
 from sharded_train.errors import ConfigError
 
 COLOURS = ("#3f6fd8", "#e08a1e", "#2a9d78", "#d4609c", "#8b5fd0", "#1c9fb8", "#8c6d46")
+MOST_LEVEL = 70  # characters of all names below bars, beyond which they would touch
 PAPER: Any = {
     "figure.facecolor": "white",
     "axes.facecolor": "white",
@@ -63,7 +64,9 @@ def plot(
                 mark = "o" if len(x) < 30 else ""
                 axes.plot(x, values, color=colour, linestyle=dashes, marker=mark, markersize=4, label=name)
         if kind == "bar":
-            axes.set_xticks(range(len(x)), [str(each) for each in x])
+            words = [str(each) for each in x]
+            slanted: dict[str, Any] = {"rotation": 40, "ha": "right"} if sum(map(len, words)) > MOST_LEVEL else {}
+            axes.set_xticks(range(len(x)), words, **slanted)
         for each in log:
             getattr(axes, f"set_{each}scale")("log", base=2)
             getattr(axes, f"{each}axis").set_major_formatter("{x:g}")
