@@ -38,7 +38,8 @@ def main(directory: Path, num_steps: int) -> None:
             if policy.due(step):
                 policy.save(step, state, {"step": step})
             print(f"step {step}", flush=True)
-        policy.finish(num_steps, lambda: state)
+        if start < num_steps:  # it may have been killed when all was done, but for its exit
+            policy.finish(num_steps, lambda: state)
     print("done", flush=True)
 
 
