@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from sharded_train import workdir as layout
+from sharded_train.checkpoint import files
 
 NUMBERS = ("amax", "saturated", "lost", "scale")  # of each tensor; the two in the middle are shares, see `formats`
 
@@ -50,7 +51,7 @@ def drop_after(path: Path, step: int) -> None:
     lines = path.read_text(errors="replace").splitlines(keepends=True)
     kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
     if kept != lines:
-        layout.write_atomically(path, "".join(kept))
+        files.write(path, "".join(kept).encode())
 
 
 def read(workdir: Path) -> list[dict[str, Any]]:

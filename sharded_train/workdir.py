@@ -16,6 +16,7 @@ import jax
 
 from sharded_train import config
 from sharded_train import recipe as recipes
+from sharded_train.checkpoint import files
 from sharded_train.errors import ConfigError
 from sharded_train.recipe import Recipe
 
@@ -101,7 +102,7 @@ def claim(workdir: Path, recipe: Recipe, tokenizer: str) -> None:
     texts = {TOKENIZER: tokenizer, CONFIG: json.dumps(config.to_dict(recipe), indent=2) + "\n"}
     for path, text in ((workdir / name, text) for name, text in texts.items()):
         if not path.exists() or path.read_text() != text:
-            write_atomically(path, text)
+            files.write(path, text.encode())
 
 
 def keep_compiled(workdir: Path) -> None:
@@ -135,16 +136,6 @@ def unwritten_if_refused(workdir: Path) -> Iterator[None]:
                 with contextlib.suppress(OSError):  # not empty, or another process was faster
                     path.rmdir()
         raise
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The whole text or, whatever happens, what was there before."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _check_new(workdir: Path) -> None:

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ from sharded_train.report import command_to_resume
 from sharded_train.step import Program
 from sharded_train.train import train
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 STEPS = 10
 SETTINGS: dict[str, dict[str, Any]] = {
     "model": {"vocab_size": 300, "d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 64},
@@ -52,32 +54,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "checkpoint": {"every": 5},
     "log": {"every": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of documents."""
-    folder = tmp_path_factory.mktemp("text")
-    rng = np.random.default_rng(0)
-    words = ["mesh", "shard", "gather", "stage", "step", "tick", "scatter", "reduce", "norm", "loss"]
-    for i in range(30):
-        (folder / f"{i}.txt").write_text(" ".join(rng.choice(words, 200)) + "\n")
-    return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Every start of a run compiles: here the same program a second time from JAX's cache."""
-    wanted = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
-    }
-    before = {name: getattr(jax.config, name) for name in wanted}
-    for name, value in wanted.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 def recipe_of(text: Path, *changes: str) -> Recipe:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 
 from sharded_train import precision_log
@@ -18,6 +15,8 @@ from sharded_train.exits import Exit
 from sharded_train.generate import generate
 from sharded_train.recipe import Recipe
 from sharded_train.train import train
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 SETTINGS: dict[str, Any] = {
     "model": {"vocab_size": 300, "d_model": 32, "num_layers": 2, "num_heads": 2, "d_ff": 64},
@@ -29,24 +28,6 @@ SETTINGS: dict[str, Any] = {
     "train": {"num_steps": 4, "global_batch_size": 8, "sequence_length": 32},
     "log": {"every": 1, "precision_every": 1, "tensorboard": False},
 }
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    rng = np.random.default_rng(0)
-    for i in range(12):
-        (folder / f"{i}.txt").write_text(" ".join(rng.choice(["mesh", "shard", "gather", "amax", "scale"], 200)))
-    return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Every start of a run compiles: here the same program a second time from JAX's cache."""
-    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
 
 
 def recipe_of(text: Path, *changes: str) -> Recipe:

@@ -14,7 +14,7 @@ from sharded_train.devices import Device
 from sharded_train.rehearse import scopes
 from sharded_train.rehearse.buffers import Temporaries, Value
 from sharded_train.rehearse.hlo import Module
-from sharded_train.rehearse.memory import GAPS, LARGEST, WORKSPACE, in_words, verdict_of
+from sharded_train.rehearse.memory import GAPS, LARGEST, WORKSPACE, section_of
 from sharded_train.rehearse.origins import Origins, argument_in_words
 from sharded_train.rehearse.transplant import Transplanted, bytes_on_device
 from sharded_train.rehearse.wires import Collective
@@ -42,24 +42,13 @@ def describe(
     parts: list[dict[str, Any]] = [{"name": ARGUMENT, "bytes": int(stats.argument_size_in_bytes), "what": "arguments"}]
     parts += [{"name": name, "bytes": int(n), "what": "call"} for name, n in found.items() if n]
     assert sum(part["bytes"] for part in parts) == total, (parts, total)
-    verdict = verdict_of(total, limit)
     warnings = []
     if program.donated > stats.alias_size_in_bytes + 0.001 * program.donated:
         warnings.append("arguments that are donated are not all reused for results: their shapes or shardings differ")
     if temporaries is None:
         warnings.append("XLA left no buffer assignment: temporaries are told as one sum, arrays of it are not named")
-    return {
-        "verdict": verdict,
-        "words": in_words(verdict, total, device),
-        "device_bytes": device.memory,
-        "reserve_bytes": device.reserve,
-        "limit_bytes": limit,
-        "total_bytes": total,
-        "parts": parts,
-        "largest": _largest(program, temporaries, kinds),
-        "remedies": [],
-        "warnings": warnings,
-    }
+    largest = _largest(program, temporaries, kinds)
+    return section_of(total, limit, device, parts=parts, largest=largest, remedies=[], warnings=warnings)
 
 
 class _Kinds:

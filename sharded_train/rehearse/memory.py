@@ -58,9 +58,21 @@ def describe(compiled: Compiled, module: Module, collectives: Sequence[Collectiv
     kinds = _Kinds(module, compiled.program, collectives)
     step = {**of_program, **_temporaries(compiled, kinds)}
     assert sum(sums.values()) + sum(step.values()) == total, (sums, step, total)
-    verdict = verdict_of(total, limit)
     held = {**sums, **step}
-    shrink = memory.remedies(compiled.recipe, stand_ins(compiled.cluster), held) if total >= ROOM * limit else []
+    return section_of(
+        total,
+        limit,
+        device,
+        parts=[*_parts("state", sums), *_parts("step", step)],
+        largest=_largest(state, compiled.temporaries, kinds),
+        remedies=memory.remedies(compiled.recipe, stand_ins(compiled.cluster), held) if total >= ROOM * limit else [],
+        warnings=warnings,
+    )
+
+
+def section_of(total: int, limit: int, device: Device, **found: Any) -> dict[str, Any]:
+    """What is reported of a program's bytes on each device: the verdict, and what was `found`."""
+    verdict = verdict_of(total, limit)
     return {
         "verdict": verdict,
         "words": in_words(verdict, total, device),
@@ -68,10 +80,7 @@ def describe(compiled: Compiled, module: Module, collectives: Sequence[Collectiv
         "reserve_bytes": device.reserve,
         "limit_bytes": limit,
         "total_bytes": total,
-        "parts": [*_parts("state", sums), *_parts("step", step)],
-        "largest": _largest(state, compiled.temporaries, kinds),
-        "remedies": shrink,
-        "warnings": warnings,
+        **found,
     }
 
 

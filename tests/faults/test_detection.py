@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from sharded_train.faults.health import Health
 from sharded_train.recipe import Recipe
 from sharded_train.step import TrainState
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 STEPS = 10
 SETTINGS: dict[str, Any] = {
     "model": {"vocab_size": 300, "d_model": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_ff": 64},
@@ -39,31 +41,6 @@ SETTINGS: dict[str, Any] = {
     "evaluate": {"num_batches": 1},
     "faults": {"max_skipped": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("text")
-    rng = np.random.default_rng(0)
-    words = ["mesh", "shard", "gather", "stage", "step", "tick", "scatter", "reduce", "norm", "loss"]
-    for i in range(30):
-        (folder / f"{i}.txt").write_text(" ".join(rng.choice(words, 200)) + "\n")
-    return folder
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Every start of a run compiles: here the same program a second time from JAX's cache."""
-    wanted = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
-    }
-    before = {name: getattr(jax.config, name) for name in wanted}
-    for name, value in wanted.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 def recipe_of(text: Path, *changes: str) -> Recipe:

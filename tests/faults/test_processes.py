@@ -37,14 +37,9 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("config")
-    rng = np.random.default_rng(0)
-    words = ["mesh", "shard", "gather", "stage", "step", "tick", "scatter", "reduce", "norm", "loss"]
-    for i in range(30):
-        (folder / f"{i}.txt").write_text(" ".join(rng.choice(words, 200)) + "\n")
-    settings = {**SETTINGS, "data": {**SETTINGS["data"], "files": [f"{folder}/*.txt"]}}
-    path = folder / "config.py"
+def config(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = {**SETTINGS, "data": {**SETTINGS["data"], "files": [f"{text}/*.txt"]}}
+    path = tmp_path_factory.mktemp("config") / "config.py"
     path.write_text(f"def get_config():\n    return {settings!r}\n")
     return path
 
