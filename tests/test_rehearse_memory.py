@@ -63,7 +63,7 @@ def test_state_on_64_devices(stage: int, settings: dict[str, Any], bytes_each: d
     held = psi if stage == 0 else shard
     state = {kind: n for kind, n in facts["state_bytes"].items() if kind != "counters"}
     assert state == {kind: each * held for kind, each in bytes_each.items()}
-    assert facts["state_bytes"]["counters"] == 4
+    assert facts["state_bytes"]["counters"] == 8
     assert facts["state_bytes_total"] == sum(bytes_each.values()) * held + 4
 
 
