@@ -64,7 +64,7 @@ def test_state_on_64_devices(stage: int, settings: dict[str, Any], bytes_each: d
     state = {kind: n for kind, n in facts["state_bytes"].items() if kind != "counters"}
     assert state == {kind: each * held for kind, each in bytes_each.items()}
     assert facts["state_bytes"]["counters"] == 8
-    assert facts["state_bytes_total"] == sum(bytes_each.values()) * held + 4
+    assert facts["state_bytes_total"] == sum(bytes_each.values()) * held + 8
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -74,13 +74,13 @@ def test_state_with_tensor_parallelism(stage: int, tensor: int) -> None:
     facts = describe(recipe(mesh={"data": 64 // tensor, "tensor": tensor}, zero={"stage": stage}), stand_ins("8x8"))
     gains = (2 * MODEL["num_layers"] + 1) * MODEL["d_model"]
     held = (facts["num_parameters"] - gains) // 64 + gains // (64 // tensor)
-    assert facts["state_bytes_total"] == 12 * held + 4
+    assert facts["state_bytes_total"] == 12 * held + 8
 
 
 def test_state_of_groups_smaller_than_data() -> None:
     """Sixteen neighbours share one copy."""
     facts = describe(recipe(zero={"stage": 3, "group_size": 16}), stand_ins("8x8"))
-    assert facts["state_bytes_total"] == 12 * facts["num_parameters"] // 16 + 4
+    assert facts["state_bytes_total"] == 12 * facts["num_parameters"] // 16 + 8
 
 
 @pytest.mark.parametrize(
