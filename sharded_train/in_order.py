@@ -46,11 +46,25 @@ def _run(closed: core.ClosedJaxpr, token: jax.Array, args: Sequence[Any]) -> Ste
     jaxpr = closed.jaxpr
     known: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
     read = lambda v: v.val if isinstance(v, core.Literal) else known[v]
-    for eqn in jaxpr.eqns:
+    for eqn in _live(jaxpr):
         with jax.named_scope(str(eqn.source_info.name_stack)), eqn.ctx.manager:
             token, results = _one(eqn, token, [read(v) for v in eqn.invars])
         known.update(zip(eqn.outvars, results, strict=True))
     return token, [read(v) for v in jaxpr.outvars]
+
+
+def _live(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
+    """Without what nobody uses, which would no longer be dead code once a token depends on it."""
+    used = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
+    live = []
+    for eqn in reversed(jaxpr.eqns):
+        lasting = any(
+            type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects
+        )  # a print, not an axis's name
+        if lasting or not used.isdisjoint(eqn.outvars):
+            used.update(v for v in eqn.invars if not isinstance(v, core.Literal))
+            live.append(eqn)
+    return live[::-1]
 
 
 def _one(eqn: core.JaxprEqn, token: jax.Array, args: list[Any]) -> Step:
