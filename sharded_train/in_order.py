@@ -25,7 +25,7 @@ from sharded_train import compat
 
 REDUCTIONS = {"psum", "psum_invariant", "pmax", "pmin", "reduce_scatter"}
 COLLECTIVES = REDUCTIONS | {"ppermute", "all_gather", "all_gather_invariant", "all_to_all"}
-CALLS = {"jit", "closed_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+CALLS = {"jit", "closed_call", "eval_jaxpr", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 Step = tuple[jax.Array, list[Any]]  # the token of the last collective so far, and results
 
