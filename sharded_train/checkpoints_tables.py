@@ -10,6 +10,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from sharded_train.report import printable
 from sharded_train.show_tables import WIDTH, bytes_in_words
@@ -19,18 +20,18 @@ def print_list(found: dict[str, Any]) -> None:
     table = _table("step", "size", "saved", "tokens seen", "devices", "processes", "commit", "", right=4)
     for row in found["checkpoints"]:
         if not row["verified"]:
-            table.add_row(f"{row['step']:,}", *[""] * 6, f"no checkpoint: {_bare(row['problem'])}", style="red")
+            table.add_row(f"{row['step']:,}", *[""] * 6, _cell(f"no checkpoint: {row['problem']}"), style="red")
             continue
         mesh = row["mesh"] if isinstance(row["mesh"], dict) else {}
-        split = " × ".join(f"{_bare(axis)} {_bare(size)}" for axis, size in mesh.items() if size != 1)
+        split = " × ".join(f"{axis} {size}" for axis, size in mesh.items() if size != 1)
         table.add_row(
             f"{row['step']:,}",
             bytes_in_words(row["num_bytes"]),
             _when(row["time"]),
             f"{row['tokens_seen']:,}" if isinstance(row["tokens_seen"], int) else "",
-            split or "1",
-            _bare(row["num_processes"]),
-            _bare(row["commit"] or "")[:10],
+            _cell(split or "1"),
+            _cell(row["num_processes"]),
+            _cell(str(row["commit"] or "")[:10]),
             "verified",
         )
     console = _console()
@@ -46,10 +47,10 @@ def print_show(found: dict[str, Any]) -> None:
     for key, value in found["run"].items():
         if key != "config":
             console.print(f"{_bare(key)}: {_bare(json.dumps(value))}", markup=False, soft_wrap=True)
-    table = _table("array", "dtype and shape", "size", "mesh and spec when saved", "digest", right=0)
+    table = _table("array", "dtype and shape", "size", "placed when saved", "digest", right=0)
     for name, leaf in found["leaves"].items():
         size = bytes_in_words(leaf["num_bytes"])
-        table.add_row(_bare(name), leaf["array"], size, _bare(leaf["sharding"] or ""), _bare(leaf["digest"]))
+        table.add_row(_cell(name), _cell(leaf["array"]), size, _cell(leaf["sharding"] or ""), _cell(leaf["digest"]))
     console.print(table)
     console.print("The run's config is in --json.", style="dim")
 
@@ -73,7 +74,7 @@ def print_diff(found: dict[str, Any]) -> None:
     for name, one in found["leaves"].items():
         if one is not None:
             numbers = f"{one['differing']:,}", f"{one['of']:,}", f"{one['largest']:.3e}", f"{one['relative']:.3e}"
-            table.add_row(_bare(name), *numbers)
+            table.add_row(_cell(name), *numbers)
     if table.row_count:
         console.print(table)
     equal = sum(one is None for one in found["leaves"].values())
@@ -113,5 +114,9 @@ def _when(seconds: float) -> str:
 
 
 def _bare(text: Any) -> str:
-    """No control characters, which could do anything to a terminal, and no markup."""
-    return printable(str(text)).replace("[", r"\[") if isinstance(text, str) else printable(str(text))
+    """No control characters, which could do anything to a terminal; to be printed without markup."""
+    return printable(str(text))
+
+
+def _cell(text: Any) -> Text:
+    return Text(_bare(text))

@@ -79,6 +79,14 @@ def test_state_and_record_come_back_on_any_mesh(checkpointer: Checkpointer, stat
     assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, wanted)
 
 
+def test_a_directory_may_be_named_through_its_parent(tmp_path: Path, state: Any) -> None:
+    (tmp_path / "here").mkdir()
+    with contextlib.closing(Checkpointer(tmp_path / "here/../runs")) as checkpointer:
+        save_steps(checkpointer, state, 1)
+        jax.tree.map(np.testing.assert_array_equal, checkpointer.restore(1, abstract(state))[0], state)
+    assert (tmp_path / "runs/1").is_dir()
+
+
 def test_the_state_may_be_donated_while_it_is_being_saved(checkpointer: Checkpointer) -> None:
     state = make_state(mesh_of(4, 2), size=2**15)
     advance = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)

@@ -77,7 +77,9 @@ def test_show(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "step 5" in text
     assert "params/w" in text
     assert "float32[32,40]" in text
-    assert "{'data': 2} ['data']" in text
+    assert "data over data 2" in text
+    assert "whole over data 2" in text
+    assert r'note: "\u001b[2J[bold]"' in text.splitlines()
     assert "bfloat16[3]" in text
     assert "\x1b" not in text  # what somebody wrote into a record does nothing to a terminal
     found = as_json(capsys, "show", "2", f"--workdir={workdir}")

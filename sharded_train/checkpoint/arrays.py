@@ -125,12 +125,19 @@ def shardings(path: Path) -> dict[str, str]:
         noted = json.loads(files.read(path / _STATE / "_sharding", _MOST_SHARDINGS))
         placed = {base64.b64decode(name).decode(): json.loads(text) for name, text in noted.items()}
         return {
-            name.replace(".", "/"): f"{dict(zip(x['axis_names'], x['shape'], strict=True))} {x['partition_spec']}"
+            name.replace(".", "/"): _placement(x)
             for name, x in placed.items()
             if x.get("sharding_type") == "NamedSharding"
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
+
+
+def _placement(noted: Mapping[str, Any]) -> str:
+    """Each dim's axes, then the mesh, such as "data+pipeline · over pipeline 2 × data 2"."""
+    dims = ["+".join([dim] if isinstance(dim, str) else dim or "·") for dim in noted["partition_spec"]]
+    sizes = zip(noted["axis_names"], noted["shape"], strict=True)
+    return f"{' '.join(dims) or 'whole'} over {' × '.join(f'{axis} {n}' for axis, n in sizes if n != 1) or '1 device'}"
 
 
 def check_layout(path: Path, stored: Mapping[str, Any]) -> None:
@@ -182,7 +189,7 @@ def _opened(path: Path, name: str, leaf: Any) -> Any:
 
 
 def _kvstore(path: Path) -> dict[str, Any]:
-    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path.absolute() / _STATE}/"}}
+    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path.resolve() / _STATE}/"}}
 
 
 def _context() -> ts.Context:
