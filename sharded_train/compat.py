@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharded_train.errors import ConfigError
+
 
 def varying_axes(*values: Any) -> tuple[str, ...]:
     """Mesh axes that any of the values may differ over, inside `jax.shard_map`.
@@ -79,11 +81,19 @@ def compile_only_devices(target: str, hosts: int, devices_per_host: int) -> list
     """Devices that programs can be compiled for and nothing else, `process_index` being the host.
 
     `target` is the text of XLA's `GpuTargetConfigProto`. Needs the CUDA plugin of jax's own version, but no GPU.
+
+    Raises ConfigError where JAX has dropped the plugin, as it does without a GPU unless told to work on the CPU.
     """
     from jax.experimental import topologies
 
     topology = f"1x{hosts}x{devices_per_host}"  # partitions x hosts x devices
-    return topologies.get_topology_desc(platform="cuda", target_config=target, topology=topology).devices
+    try:
+        return topologies.get_topology_desc(platform="cuda", target_config=target, topology=topology).devices
+    except NotImplementedError as error:
+        raise ConfigError(
+            "JAX looked for a GPU, found none and dropped the CUDA plugin, which compiles for the cluster: begin with "
+            "`sharded_train.launch.virtual_devices(8)`, or set JAX_PLATFORMS=cpu"
+        ) from error
 
 
 def coordination() -> Any:

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sharded_train import draw
+from sharded_train import compat, draw
 from sharded_train.errors import ConfigError
 from sharded_train.rehearse import scopes
 from sharded_train.rehearse.compile import check_plugin
@@ -216,3 +216,12 @@ def test_plots_have_what_they_are_given() -> None:
 )
 def test_scopes_in_words(scope: str, words: str) -> None:
     assert scopes.words_of(scope) == words
+
+
+def test_a_plugin_that_jax_has_dropped_is_told_of_with_what_mends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: Any) -> Any:
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", refuse)
+    with pytest.raises(ConfigError, match=r"virtual_devices\(8\)`, or set JAX_PLATFORMS=cpu"):
+        compat.compile_only_devices("", 1, 8)
