@@ -54,6 +54,8 @@ def _run(argv: list[str]) -> int:
     args, unknown = parser.parse_known_args(arguments)
     verb = VERBS[args.verb]
     problems = [*_unknown(unknown, of_verb[args.verb]), *_missing(args, verb), *options.problems(args)]
+    if args.verb == "launch" and launched is None and "train" in unknown:
+        problems = [f"launch: the command that it starts stands after --, as in: {verb.example}"]
     problems += [] if verb.has_config else [f"{o}: {args.verb} has no config" for o in overrides]
     problems += launch.problems(args) if verb.has_devices else []
     if launched is not None:

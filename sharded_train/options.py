@@ -32,7 +32,8 @@ CHECKPOINT_ACTIONS = {
 def add_common(parser: argparse.ArgumentParser, needs: Sequence[str], *, has_devices: bool = True) -> None:
     """The options of every verb that has a config; `needs` are those that the verb requires."""
     needed = " ".join(needs)
-    default = "" if "--config" in needs else "; default: the config of the run in --workdir"
+    from_workdir = "--workdir" in needed and "--config" not in needs
+    default = "; default: the config of the run in --workdir" if from_workdir else ""
     parser.add_argument("--config", metavar="FILE.py", type=_path, help=f"config file with a get_config(){default}")
     parser.add_argument(
         "--config.KEY",
@@ -83,11 +84,24 @@ def add_own(parser: argparse.ArgumentParser, verb: str) -> None:
             default=3,
             help="failures at one step, with none beyond it in between, after which it is given up (default 3)",
         )
-        add("--backoff", metavar="S", type=_at_least(float, 0), default=1.0, help="seconds before the first restart")
-        add("--grace", metavar="S", type=_at_least(float, 0), default=120.0, help="that others may take to end too")
+        add(
+            "--backoff",
+            metavar="S",
+            type=_at_least(float, 0),
+            default=1.0,
+            help="seconds before the first restart (default 1)",
+        )
+        add(
+            "--grace",
+            metavar="S",
+            type=_at_least(float, 0),
+            default=120.0,
+            help="seconds that others may take to end too",
+        )
         add("--hosts", metavar="H", type=number, default=1, help="how many hosts there are, each with its own launch")
         add("--host-index", metavar="I", type=_at_least(int, 0), default=0, help="which of them this is, from 0")
         add("--coordinator", metavar="HOST:PORT", help="with several hosts: an address of host 0")
+        parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} -- train ..."
         return
     if verb == "generate":
         add("--prompt", metavar="TEXT", help="the text to go on from")

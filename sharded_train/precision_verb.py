@@ -14,10 +14,10 @@ from rich.console import Console
 from sharded_train import precision_log
 from sharded_train.errors import ConfigError
 from sharded_train.exits import Exit
-from sharded_train.show_tables import new_table
+from sharded_train.show_tables import WIDTH, new_table
 
 BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 24  # of a history in the terminal
+HISTORY = 24  # of a history in the terminal
 KINDS = {"x": "input", "w": "weight", "g": "gradient of the output"}
 
 
@@ -43,8 +43,9 @@ def precision(workdir: Path, *, html: Path | None, json: bool = False) -> int:
     if json:
         print(jsons.dumps(found, indent=2))
     else:
-        console = Console(highlight=False)
+        console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
         console.print(table(found))
+        console.print("In brackets: the step and the layer of the worst.", style="dim")
         for remark in found["remarks"]:
             console.print(remark, markup=False)
     return Exit.DONE
@@ -96,8 +97,9 @@ def _remarks(found: Mapping[str, Any]) -> list[str]:
 def table(found: Mapping[str, Any]) -> Any:
     """A row for each tensor; the history is of the largest amax of its layers, each step's place in its own range."""
     steps = found["steps"]
+    span = " to ".join(f"{step:,}" for step in sorted({steps[0], steps[-1]}))
     right = ("amax", "scale", "saturated", "lost")
-    made = new_table("tensor", f"amax, steps {steps[0]:,} to {steps[-1]:,}", *right, right=right)
+    made = new_table("tensor", f"amax, step {span}", *right, right=right)
     for name, of in found["tensors"].items():
         history = [max((x for x in row if x is not None), default=0.0) for row in of["amax"]]
         scales = [x for x in of["scale"][-1] if x is not None]
@@ -113,7 +115,7 @@ def table(found: Mapping[str, Any]) -> Any:
     return made
 
 
-def spark(values: Sequence[float], width: int = WIDTH) -> str:
+def spark(values: Sequence[float], width: int = HISTORY) -> str:
     """Positive numbers as bars, on a scale of powers; of more than fit the largest of neighbours."""
     n = min(width, len(values))
     parts = [max(values[i * len(values) // n : (i + 1) * len(values) // n]) for i in range(n)]
@@ -125,4 +127,4 @@ def spark(values: Sequence[float], width: int = WIDTH) -> str:
 
 
 def _share(worst: Mapping[str, Any]) -> str:
-    return "0" if not worst["share"] else f"{worst['share']:.2%} (step {worst['step']:,}, layer {worst['layer']})"
+    return "0" if not worst["share"] else f"{worst['share']:.2%} ({worst['step']:,}, {worst['layer']})"

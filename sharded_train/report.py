@@ -107,9 +107,9 @@ def pipeline_rows(pipeline: Mapping[str, Any] | None) -> Iterator[tuple[str, str
 
 def _data_words(data: TextData) -> str:
     said = data.description
+    count = lambda side: f"{said[side]['num_documents']:,} document{'s' * (said[side]['num_documents'] != 1)}"
     sides = ", ".join(
-        f"{said[side]['num_documents']:,} documents = {said[side]['num_bytes'] / 1e6:,.2f} MB = "
-        f"{said[side]['num_tokens']:,} tokens for {purpose}"
+        f"{count(side)} = {said[side]['num_bytes'] / 1e6:,.2f} MB = {said[side]['num_tokens']:,} tokens for {purpose}"
         for side, purpose in (("train", "training"), ("validation", "validation"))
     )
     return f"{said['source']}: {sides}"

@@ -151,13 +151,15 @@ def _launch(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _goodput(args: argparse.Namespace, overrides: list[str]) -> int:
-    from sharded_train.goodput_verb import goodput
+    with launch.quiet_plugin():
+        from sharded_train.goodput_verb import goodput
 
     return goodput(args.workdir, json=args.json)
 
 
 def _checkpoints(args: argparse.Namespace, overrides: list[str]) -> int:
-    from sharded_train.checkpoints_verb import checkpoints
+    with launch.quiet_plugin():
+        from sharded_train.checkpoints_verb import checkpoints
 
     return checkpoints(
         args.action,
@@ -171,7 +173,8 @@ def _checkpoints(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _precision(args: argparse.Namespace, overrides: list[str]) -> int:
-    from sharded_train.precision_verb import precision
+    with launch.quiet_plugin():
+        from sharded_train.precision_verb import precision
 
     return precision(args.workdir, html=args.html, json=args.json)
 
@@ -276,7 +279,7 @@ VERBS = {
     ),
     "precision": Verb(
         "what FP8 products saw, by layer and step: amax, scales, what saturates and what is lost",
-        "sharded-train precision --workdir=runs/quickstart --html=precision.html",
+        "sharded-train precision --workdir=runs/fp8 --html=precision.html",
         ("--workdir",),
         _precision,
         has_config=False,

@@ -137,6 +137,7 @@ def test_all_violations_one_to_a_line(capsys: pytest.CaptureFixture[str], tmp_pa
         ("train", ["train needs --config and --workdir; for example: sharded-train train"]),
         ("show", ["show needs --config or --workdir"]),
         ("generate --workdir=w", ["generate needs --prompt"]),
+        ("launch --processes=2 train --config=c.py", ["launch: the command that it starts stands after --, as in: "]),
         ("evaluate w", ["w: not expected here", "evaluate needs --workdir"]),
         ("evaluate --workdri w", ["--workdri: no such option; did you mean --workdir?", "evaluate needs --workdir"]),
         (
