@@ -17,21 +17,21 @@ from sharded_train.show_tables import WIDTH, bytes_in_words
 
 
 def print_list(found: dict[str, Any]) -> None:
-    table = _table("step", "size", "saved", "tokens seen", "devices", "processes", "commit", "", right=4)
+    table = _table("step", "size", "saved", "tokens", "devices", "commit", "", right=4)
     for row in found["checkpoints"]:
         if not row["verified"]:
-            table.add_row(f"{row['step']:,}", *[""] * 6, _cell(f"no checkpoint: {row['problem']}"), style="red")
+            table.add_row(f"{row['step']:,}", *[""] * 5, _cell(f"no checkpoint: {row['problem']}"), style="red")
             continue
         mesh = row["mesh"] if isinstance(row["mesh"], dict) else {}
         split = " × ".join(f"{axis} {size}" for axis, size in mesh.items() if size != 1)
+        many = "" if row["num_processes"] in (1, None) else f" in {row['num_processes']} processes"
         table.add_row(
             f"{row['step']:,}",
             bytes_in_words(row["num_bytes"]),
             _when(row["time"]),
             f"{row['tokens_seen']:,}" if isinstance(row["tokens_seen"], int) else "",
-            _cell(split or "1"),
-            _cell(row["num_processes"]),
-            _cell(str(row["commit"] or "")[:10]),
+            _cell(f"{split or 1}{many}"),
+            _cell(str(row["commit"] or "")[:7]),
             "verified",
         )
     console = _console()
@@ -100,9 +100,10 @@ def _console() -> Console:
 
 
 def _table(*names: str, right: int) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for i, name in enumerate(names):
-        table.add_column(name, justify="right" if i < right else "left", overflow="fold")
+        whole = name in ("step", "size", "saved", "tokens", "commit")
+        table.add_column(name, justify="right" if i < right else "left", overflow="fold", no_wrap=whole)
     return table
 
 

@@ -100,6 +100,7 @@ def table(found: Mapping[str, Any]) -> Any:
     span = " to ".join(f"{step:,}" for step in sorted({steps[0], steps[-1]}))
     right = ("amax", "scale", "saturated", "lost")
     made = new_table("tensor", f"amax, step {span}", *right, right=right)
+    made.columns[0].no_wrap = True
     for name, of in found["tensors"].items():
         history = [max((x for x in row if x is not None), default=0.0) for row in of["amax"]]
         scales = [x for x in of["scale"][-1] if x is not None]
@@ -108,7 +109,7 @@ def table(found: Mapping[str, Any]) -> Any:
             name,
             spark(history),
             f"{history[-1]:.3g}",
-            f"{min(scales, default=0):.3g} to {max(scales, default=0):.3g}",
+            f"{min(scales, default=0):.2g} to {max(scales, default=0):.2g}",
             _share(worst["saturated"]),
             _share(worst["lost"]),
         )

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from sharded_train import __version__
 from sharded_train.data.prepare import TextData
+from sharded_train.faults.progress import SUPERVISOR
 from sharded_train.peak import Peak
 from sharded_train.recipe import Recipe
 from sharded_train.show_tables import WIDTH, attention_in_words, bytes_in_words, flops_in_words, pipeline_title
@@ -125,7 +126,9 @@ def how_to_go_on(console: Console, recipe: Recipe, workdir: Path, step: int) -> 
         console.print(f"The run of {total:,} steps is complete. To go beyond, which is another config:")
         command = command_to_resume(workdir, f"--config.train.num_steps={2 * step}", "--accept-config-change")
     console.print(f"  {command}", markup=False, soft_wrap=True)
-    if jax.process_count() > 1:
+    if SUPERVISOR in os.environ:
+        console.print("with the options of launch as they were.")
+    elif jax.process_count() > 1:
         console.print("on every process, each with its own number where it is told one.")
 
 
@@ -171,12 +174,15 @@ def command_to_resume(workdir: Path, *changes: str) -> str:
         "--resume",
         *(change.partition("=")[0] for change in changes),
     }
+    if SUPERVISOR in os.environ:  # which tells its processes where they are, each time anew
+        start += ["launch", "...", "--"]
+        dropped |= {"--coordinator", "--num-processes", "--process-id"}
     arguments, given = [], iter(sys.argv[1:])
     for argument in given:
         name, equals, _ = argument.partition("=")
         if name not in dropped:
             arguments.append(argument)
-        elif name.startswith("--config.") and not equals:
+        elif name != "--accept-config-change" and not equals:
             next(given, None)  # its value
     return shlex.join([*start, *arguments, *changes])
 

@@ -34,7 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = tmp_path_factory.mktemp("workdir")
     with contextlib.closing(Checkpointer(workdir / "checkpoints", keep=9)) as checkpointer:
         for step in range(1, 6):
-            run = {"tokens_seen": step * 1000, "mesh": {"data": 2, "tensor": 1}, "num_processes": 1, "commit": "c0ffee"}
+            run = {"tokens_seen": step * 1000, "mesh": {"data": 2, "tensor": 1}, "num_processes": 2, "commit": "c0ffee"}
             checkpointer.save(step, state_of(step), {**run, "note": "\x1b[2J[bold]", "config": {"a": step}})
     return workdir
 
@@ -63,7 +63,7 @@ def test_list(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = asked(capsys, "list", f"--workdir={workdir}").splitlines()
     assert [line.split()[0] for line in lines[2:7]] == ["1", "2", "4", "5", "9"]
     assert "verified" in lines[2]
-    assert "data 2" in lines[2]
+    assert "data 2 in 2 processes" in lines[2]
     assert "2,000" in lines[3]
     assert "no checkpoint" in lines[6]
     assert f"set aside: {workdir}/checkpoints/3.damaged" in lines[-1]

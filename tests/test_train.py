@@ -32,6 +32,7 @@ from sharded_train.evaluate import evaluate
 from sharded_train.exits import Exit
 from sharded_train.faults.goodput import account, read
 from sharded_train.faults.lock import WorkdirLock
+from sharded_train.faults.progress import SUPERVISOR
 from sharded_train.initial_weights import InitialWeights
 from sharded_train.metrics import RunLog
 from sharded_train.recipe import Recipe
@@ -233,6 +234,7 @@ def test_what_is_printed(unbroken: Ended, half: Ended) -> None:
         (["--config.train.stop_at=5", "--config=c.py", "--accept-config-change"], ["--config=c.py"]),
         (["--config.train.stop_at", "5", "--config.train.num_steps", "9", "--config=c.py"], ["--config=c.py"]),
         (["--config", "c.py", "--config.train.num_steps=9"], ["--config", "c.py"]),
+        (["--resume", "must", "--config=c.py", "--resume=5"], ["--config=c.py"]),
     ],
 )
 def test_the_line_that_is_offered_to_go_on(
@@ -247,6 +249,13 @@ def test_the_line_that_is_offered_to_go_on(
     assert command_to_resume(Path("unused")).startswith("/env/bin/sharded-train train ")
     monkeypatch.setattr(sys, "argv", ["/src/sharded_train/__main__.py", "train", *typed])
     assert command_to_resume(Path("unused")).startswith("python -m sharded_train train ")
+
+
+def test_the_line_under_a_supervisor_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["--config=c.py", "--coordinator=localhost:4", "--num-processes=2", "--process-id=0"]
+    monkeypatch.setattr(sys, "argv", ["/src/sharded_train/__main__.py", "train", *argv])
+    monkeypatch.setenv(SUPERVISOR, "1")
+    assert command_to_resume(Path("unused")) == "python -m sharded_train launch ... -- train --config=c.py"
 
 
 def test_what_the_record_says(text: Path, unbroken: Ended) -> None:
