@@ -51,7 +51,8 @@ def read(hint: Any, text: str) -> Any:
     if origin is typing.Literal:
         return {str(choice): choice for choice in arguments}.get(text, text)
     if origin is tuple:
-        parts = [part.strip() for part in text.strip("()[]").split(",")]
+        inner = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
+        parts = [_unquoted(part.strip()) for part in inner.split(",")]
         if not parts[-1]:  # nothing at all, or a comma after the last
             parts.pop()
         hints = _element_hints(arguments, len(parts)) + [str] * len(parts)  # too many stay texts, and are refused
@@ -110,6 +111,11 @@ def _without_none(hint: Any) -> Any:
 
 def _element_hints(arguments: tuple[Any, ...], count: int) -> list[Any]:
     return [arguments[0]] * count if arguments[-1] is ... else list(arguments)
+
+
+def _unquoted(text: str) -> str:
+    """Without the quotes of a Python string or of JSON."""
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
 
 
 def _finite(value: float) -> float:

@@ -109,11 +109,13 @@ def test_values_of_a_file(option: str, given: Any, wanted: Any) -> None:
         ("mode", "slow", "slow"),
         ("level", "2", 2),
         ("names", "a,b", ("a", "b")),
-        ("names", "('a')", ("'a'",)),  # no Python is evaluated
+        ("names", "(1 + 1, 'a')", ("1 + 1", "a")),  # no Python is evaluated
         ("names", "a,", ("a",)),
         ("names", "", ()),
         ("span", "1,2", (1, 2)),
         ("span", "(1, 2)", (1, 2)),
+        ("names", """["a", 'b',]""", ("a", "b")),  # as JSON and Python write it
+        ("names", "x[0-9],y[0-9]", ("x[0-9]", "y[0-9]")),  # globs keep their brackets
         ("span", "none", None),
         ("limit", "None", None),
         ("limit", "5", 5),

@@ -212,8 +212,9 @@ def _border(sources: Sequence[SourceFiles], validation_fraction: float, progress
     parts = [part for source in sources for _, part in source.parts]
     low, high = min(part.low for part in parts), max(part.high for part in parts)
     if low == high:
+        count = sum(part.num_documents for part in parts)
         raise ConfigError(
-            f"data: {sum(part.num_documents for part in parts)} documents with 1 distinct text cannot be split into "
+            f"data: {count} document{'s' * (count > 1)} with 1 distinct text cannot be split into "
             "training and validation, which takes at least 2. Give data.files more files, or cut a large one in parts"
         )
     border = f"{int(validation_fraction * 16**_HASH_DIGITS):0{_HASH_DIGITS}x}"
