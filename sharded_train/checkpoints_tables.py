@@ -92,7 +92,8 @@ def print_prune(found: dict[str, Any]) -> None:
     console = _console()
     for path in found["deleted"]:
         console.print(f"deleted: {path}", markup=False, soft_wrap=True)
-    console.print(f"{len(found['deleted'])} checkpoints deleted, {bytes_in_words(found['num_bytes'])} freed.")
+    count = len(found["deleted"])
+    console.print(f"{count} checkpoint{'s' * (count != 1)} deleted, {bytes_in_words(found['num_bytes'])} freed.")
 
 
 def _console() -> Console:

@@ -14,6 +14,7 @@ from rich.console import Console
 from sharded_train import precision_log
 from sharded_train.errors import ConfigError
 from sharded_train.exits import Exit
+from sharded_train.rehearse.outputs import problems_of
 from sharded_train.show_tables import WIDTH, new_table
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -23,6 +24,8 @@ KINDS = {"x": "input", "w": "weight", "g": "gradient of the output"}
 
 def precision(workdir: Path, *, html: Path | None, json: bool = False) -> int:
     """Prints the histories of the run in `workdir`, and returns the exit code."""
+    if problems := problems_of({} if html is None else {"html": html}):
+        raise ConfigError(problems)
     try:
         lines = precision_log.read(workdir)
     except FileNotFoundError:
@@ -109,7 +112,7 @@ def table(found: Mapping[str, Any]) -> Any:
             name,
             spark(history),
             f"{history[-1]:.3g}",
-            f"{min(scales, default=0):.2g} to {max(scales, default=0):.2g}",
+            f"{min(scales, default=0):.3g} to {max(scales, default=0):.3g}",
             _share(worst["saturated"]),
             _share(worst["lost"]),
         )

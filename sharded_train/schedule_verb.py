@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sharded_train.errors import ConfigError
+from sharded_train.rehearse.outputs import problems_of
 from sharded_train.schedule_picture import draw, legend, png, svg
 from sharded_train.schedule_remarks import count, remarks
 from sharded_train.schedules.build import default_chunks, make
@@ -43,9 +44,8 @@ def schedule(
     send carries.
     """
     pictures = pictures or {}
-    for path in pictures.values():
-        if not path.absolute().parent.is_dir():
-            raise ConfigError(f"{path}: there is no folder {path.absolute().parent} to write it into")
+    if problems := problems_of(pictures):
+        raise ConfigError(problems)
     chunks = chunks or default_chunks(name)
     each = Costs.even(stages, chunks, *costs)
     made = make(name, stages, microbatches, chunks, each)

@@ -50,6 +50,11 @@ def test_a_run_without_a_log_is_told_how_to_get_one(tmp_path: Path, capsys: pyte
     assert "log.precision_every" in capsys.readouterr().err
 
 
+def test_a_page_that_cannot_be_written_is_refused(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["precision", f"--workdir={workdir}", f"--html={workdir}/none/page.html"]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
 def test_what_was_written_beyond_the_start_goes(workdir: Path) -> None:
     PrecisionLog(workdir, 2, every=1).go_back(1)
     assert [each["step"] for each in read(workdir)] == [1]

@@ -189,7 +189,7 @@ def test_without_matplotlib(
         ("--stages=4 --microbatches=8 --config.mesh.pipeline=4", "--config.mesh.pipeline=4: schedule has no config"),
         ("--stages=4 --microbatches=8 --chunk=2", "--chunk=2: no such option; did you mean --chunks?"),
         ("--stages=4 --microbatches=8 --svg=nowhere/a.svg", "there is no folder"),
-        ("--stages=4 --microbatches=8 --svg=.", "cannot be written"),
+        ("--stages=4 --microbatches=8 --svg=.", "is a folder; give a file"),
     ],
 )
 def test_what_is_refused(argv: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
