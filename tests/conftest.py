@@ -18,6 +18,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -45,6 +46,18 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     before = {name: getattr(jax.config, name) for name in wanted}
     for name, value in wanted.items():
         jax.config.update(name, value)
+    compilation_cache.reset_cache()
     yield
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_cache_left() -> Iterator[None]:
+    """A run keeps what it compiles in its workdir, and JAX goes on to use it: for the programs of other tests too, of
+    which those for a GPU that is not there cannot be read back.
+    """
+    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
