@@ -78,15 +78,20 @@ def outcome(local: Local, shards: Tree, scaling: Tree, loss: Loss, grads: Tree) 
         of_weights = local.fp8.weights_seen(shards["layers"], layers_of(scaling))
         seen = joined(local.fp8.over_mesh(layers.pop(stack.SEEN).of), of_weights)
     grads = {**grads, "layers": layers}
-    if scaling is not None and "loss_scale" in scaling:
-        grads = jax.tree.map(lambda grad: grad / scaling["loss_scale"], grads)
+    if (scale := loss_scale_of(scaling)) is not None:
+        grads = jax.tree.map(lambda grad: grad / scale, grads)
     return Found(loss, grads, local.global_norm(grads), seen)
 
 
 def divisor(scaling: Tree, num_tokens: jax.Array) -> jax.Array:
     """What the sum over tokens is divided by to be differentiated: it becomes a mean, times fp16's loss scale."""
-    tokens = jnp.maximum(num_tokens, 1)
-    return tokens / scaling["loss_scale"] if scaling is not None and "loss_scale" in scaling else tokens
+    tokens, scale = jnp.maximum(num_tokens, 1), loss_scale_of(scaling)
+    return tokens if scale is None else tokens / scale
+
+
+def loss_scale_of(scaling: Tree) -> jax.Array | None:
+    """fp16's part of the precision recipe's state: None under other recipes."""
+    return None if scaling is None else scaling.get("loss_scale")
 
 
 def layers_of(scaling: Tree) -> Tree:

@@ -58,9 +58,8 @@ def _live(jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
     used = {v for v in jaxpr.outvars if not isinstance(v, core.Literal)}
     live = []
     for eqn in reversed(jaxpr.eqns):
-        lasting = any(
-            type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects
-        )  # a print, not an axis's name
+        # To name an axis is an effect too; others, such as a print, stay.
+        lasting = any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
         if lasting or not used.isdisjoint(eqn.outvars):
             used.update(v for v in eqn.invars if not isinstance(v, core.Literal))
             live.append(eqn)
