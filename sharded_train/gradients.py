@@ -29,7 +29,7 @@ from sharded_train.local import Batch, Local, Loss, Microbatch
 from sharded_train.models import stack
 from sharded_train.models.stack import Source
 from sharded_train.params import Tree
-from sharded_train.sharding import Placement, Plan, is_placement
+from sharded_train.sharding import Placement, is_placement
 
 FP32 = jnp.dtype(jnp.float32)
 
@@ -130,7 +130,7 @@ class _Passes:
         if plan.zero.stage == 2:
             return self._many(held, settled_zeros(self.local), microbatches, settle=True)
         nll, sums = self._many(held, local_zeros(self.local), microbatches, settle=False)
-        return nll, settled(plan, sums, self.shards, plan.placements)
+        return nll, plan.settle(sums, self.shards, plan.placements)
 
     def gathering_in_the_first(self, microbatches: Microbatch) -> tuple[jax.Array, Tree]:
         """ZeRO 0 to 2, layer by layer."""
@@ -220,7 +220,7 @@ class _Passes:
         def collect(grads: Tree, layer: jax.Array) -> tuple[Tree, None]:
             if before is not None:
                 grads = add(stack.layer_of(before["layers"], layer), grads)
-            return settled(plan, grads, stack.layer_of(shards, layer), plan.placements["layers"]), None
+            return plan.settle(grads, stack.layer_of(shards, layer), plan.placements["layers"]), None
 
         return collect
 
@@ -228,10 +228,10 @@ class _Passes:
         """What is summed of gradients outside the layers, some of them or all."""
         if not settle:
             return grads
-        plan, of_these = self.local.plan, lambda tree: {name: tree[name] for name in grads}
+        plan = self.local.plan
         if before is not None:
-            grads = add(of_these(before), grads)
-        return plan.settle(grads, of_these(self.shards), of_these(plan.placements))
+            grads = add({name: before[name] for name in grads}, grads)
+        return plan.settle(grads, self.shards, plan.placements)
 
 
 @jax.named_scope("gradient_sums")
@@ -250,13 +250,6 @@ def _zeros(local: Local, of: Callable[[Placement], jax.Array]) -> Tree:
     if local.fp8 is not None:
         sums["layers"][stack.SEEN] = local.fp8.nothing_seen()
     return sums
-
-
-def settled(plan: Plan, grads: Tree, shards: Tree, names: Tree) -> Tree:
-    """`Plan.settle` of gradients of some of the parameters; what belongs to none stays as it is."""
-    if isinstance(names, Placement):
-        return plan.settle(grads, shards, names)
-    return {key: settled(plan, g, shards[key], names[key]) if key in names else g for key, g in grads.items()}
 
 
 def _at(microbatches: Microbatch, where: int | slice) -> Microbatch:

@@ -83,15 +83,19 @@ class Plan:
     def settle(self, grads: Tree, shards: Tree, names: Tree) -> Tree:
         """Local gradients of gathered weights -> fp32 gradients in the stored placement, summed over the mesh.
 
-        The sum is the vjp of the gather, in `reduce_dtype`: no reduction is written by hand.
+        The sum is the vjp of the gather, in `reduce_dtype`: no reduction is written by hand. Gradients may be of some
+        of the parameters; what is among them and belongs to none stays as it is.
         """
         wire = jnp.dtype(self.zero.reduce_dtype)
 
-        def one(p: Placement, grad: jax.Array, shard: jax.Array) -> jax.Array:
-            _, transpose = jax.vjp(lambda w: collect(w, p, self.axes), shard.astype(wire))
-            return transpose(grad.astype(wire))[0].astype(jnp.float32)
+        def settled(grads: Tree, shards: Tree, names: Tree) -> Tree:
+            if not is_placement(names):
+                of = lambda key, grad: settled(grad, shards[key], names[key]) if key in names else grad
+                return {key: of(key, grad) for key, grad in grads.items()}
+            _, transpose = jax.vjp(lambda w: collect(w, names, self.axes), shards.astype(wire))
+            return transpose(grads.astype(wire))[0].astype(jnp.float32)
 
-        return jax.tree.map(one, names, grads, shards, is_leaf=is_placement)
+        return settled(grads, shards, names)
 
     @property
     def num_layers(self) -> int:

@@ -32,7 +32,6 @@ from sharded_train.gradients import (
     layers_of,
     local_zeros,
     outcome,
-    settled,
     settled_zeros,
 )
 from sharded_train.in_place import in_place_if
@@ -66,14 +65,9 @@ def loss_and_grads(local: Local, pipe: Pipeline, shards: Tree, scaling: Tree, ba
     stage = _Stage.of(local, pipe, shards, layers, batch, key, divisor(scaling, num_tokens))
     carry, _ = lax.scan(stage.tick, stage.start(), tables(pipe, stage.number))
     plan, sums = local.plan, carry.sums
-    layers, names = sums["layers"], plan.placements
-    outside = outside_layers(sums)
-    of_these = lambda tree: {name: tree[name] for name in outside}
-    grads = plan.settle(outside, of_these(shards), of_these(names))
-    if plan.zero.stage <= 1:
-        layers = settled(plan, layers, shards["layers"], names["layers"])
+    grads = plan.settle(sums if plan.zero.stage <= 1 else outside_layers(sums), shards, plan.placements)
     summed = Loss(local.over_tokens(lax.psum(carry.nll, AXIS)), num_tokens)
-    return outcome(local, shards, scaling, summed, {**grads, "layers": layers})
+    return outcome(local, shards, scaling, summed, {**sums, **grads})
 
 
 def loss(local: Local, pipe: Pipeline, shards: Tree, batch: Batch) -> Loss:
@@ -302,7 +296,7 @@ class _Stage:
         plan = self.local.plan
         if plan.zero.stage <= 1:
             return float32(grads)
-        return settled(plan, grads, stack.layer_of(self.shards["layers"], place), plan.placements["layers"])
+        return plan.settle(grads, stack.layer_of(self.shards["layers"], place), plan.placements["layers"])
 
     def send(self, x: jax.Array, by: int) -> jax.Array:
         """To the next stage, or the one before; round the end of the ring only where a stage has several chunks."""
