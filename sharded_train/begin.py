@@ -95,6 +95,7 @@ def begin(
         startup.mark("data")
         start_step, record = 0, {"tokens_seen": 0}
         if choice.steps:
+            layout.keep_compiled(workdir)  # what checks the digests is compiled too
             with guard.phase("restore"):
                 resumed = assemble.resume(program, checkpointer, choice, data, other_data=start.accept_config_change)
                 jax.block_until_ready(resumed.state)

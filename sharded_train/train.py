@@ -119,9 +119,9 @@ def _loop(
                 state = train_precision.begun(program, recipe, run.start_step, state, batch, run.startup)
             state, metrics = train_step(state, batch)
             with waiting():
-                if program.platform == "cpu":
-                    jax.block_until_ready(metrics)  # of two steps at once virtual devices could wait for each other
                 log.add(step, metrics, batches.seconds_waited)  # looks at those of step - 1, while this step runs
+                if program.platform == "cpu":
+                    log.flush()  # of two steps at once virtual devices could wait for each other
             run.guard.step_done(step)
             run.inspection.look(step, state, log.note)
             due, stopping, last = run.saves.due(step), stop.agreed(step), step == run.last_step

@@ -119,7 +119,7 @@ def keep_compiled(workdir: Path) -> None:
         features = re.search(r"^(flags|Features)\s*:.*$", cpu_info.read_text(), re.MULTILINE)
         kind += f"-{zlib.crc32(features[0].encode()):08x}" if features else ""
     jax.config.update("jax_compilation_cache_dir", str((workdir / COMPILED / kind).absolute()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 @contextlib.contextmanager
