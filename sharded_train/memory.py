@@ -35,6 +35,15 @@ def check(compiled: jax.stages.Compiled, device: jax.Device, recipe: Recipe, fac
         raise OutOfMemory(explain(words, recipe, facts))
 
 
+def peak(devices: Sequence[jax.Device]) -> tuple[int, int] | None:
+    """Bytes at most in use so far, and those there are, of the fullest device; None where they do not say, as CPUs."""
+    stats = [device.memory_stats() or {} for device in devices]
+    found = [
+        (s["peak_bytes_in_use"], s["bytes_limit"]) for s in stats if {"peak_bytes_in_use", "bytes_limit"} <= s.keys()
+    ]
+    return max(found, default=None)
+
+
 def needed(compiled: jax.stages.Compiled) -> int | None:
     """Bytes of a device that a compiled function takes: arguments, results beside them, temporaries."""
     memory = compiled.memory_analysis()

@@ -14,6 +14,7 @@ import jax
 from rich.console import Console
 from tensorboardX import SummaryWriter
 
+from sharded_train import memory
 from sharded_train import workdir as layout
 from sharded_train.data.loader import slow_loader
 from sharded_train.faults.config import FaultsConfig
@@ -177,6 +178,8 @@ class RunLog:
         steps, self._told = step - self._told, step
         waited, self._waited_told = self._waited - self._waited_told, self._waited
         told["data_wait"] = waited / (seconds * steps) if seconds else None  # share of the time
+        if most := memory.peak(jax.local_devices()):
+            told["peak_memory_bytes"] = most[0]
         if self._writer is not None:
             self._writer.write(step, told)
         self._table.row(step, told, seconds)

@@ -29,6 +29,7 @@ from sharded_train.peak import peak_of
 from sharded_train.profiling import Profile
 from sharded_train.recipe import Recipe
 from sharded_train.show import describe
+from sharded_train.show_tables import bytes_in_words
 from sharded_train.step import Batch, TrainState
 from sharded_train.stopping import StopRequest
 
@@ -186,6 +187,9 @@ def _end(run: Run, state: TrainState, step: int, found: Validation | None) -> in
         (sample,) = sample_text(run.program, state.evaluated, run.data.tokenizer, "", sampling)
         run.console.print("a sample, from the start of a document:")
         run.console.print(report.printable(sample), markup=False, style="italic", soft_wrap=True)
+    if most := memory.peak(jax.local_devices()):
+        used, there = map(bytes_in_words, most)
+        run.console.print(f"memory: at most {used} of {there} were in use on a device of process 0", markup=False)
     run.console.print(f"checkpoint: {run.checkpointer.path(step)}", markup=False, soft_wrap=True)
     report.how_to_go_on(run.console, run.recipe, run.workdir, step)
     return Exit.PREEMPTED if step < run.last_step else Exit.DONE

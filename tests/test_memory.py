@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,3 +82,13 @@ def test_refuses_a_step_that_cannot_fit() -> None:
 def test_knows_the_error() -> None:
     assert memory.is_out_of_memory(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes"))
     assert not memory.is_out_of_memory(jax.errors.JaxRuntimeError("INTERNAL: no"))
+
+
+def test_the_peak_is_that_of_the_fullest_device_where_devices_say_it() -> None:
+    def device(stats: dict[str, int] | None) -> Any:
+        return types.SimpleNamespace(memory_stats=lambda: stats)
+
+    assert memory.peak([device(None), device({"peak_bytes_in_use": 3})]) is None
+    full, other = ({"peak_bytes_in_use": used, "bytes_limit": 9} for used in (7, 5))
+    assert memory.peak([device(None), device(other), device(full)]) == (7, 9)
+    assert memory.peak(jax.local_devices()) is None  # CPUs
