@@ -27,7 +27,8 @@ SUPPORTED = import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 VERSION = import sys; print("%d.%d" % sys.version_info[:2])
 
 TRAIN = $(VENV)/bin/sharded-train train --config=configs/quickstart.py --workdir=runs/quickstart
-PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS)
+# A file's tests stay together: they share what they compiled.
+PYTEST = $(VENV)/bin/python -m pytest -n $(WORKERS)$(if $(filter-out 0,$(WORKERS)), --dist loadfile)
 
 ifneq ($(words $(VENV)),1)
 $(error VENV is '$(VENV)'; it must be one path without spaces)
