@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,33 @@ from sharded_train.checkpoint.resuming import Choice
 from sharded_train.data.loader import num_train_steps
 from sharded_train.data.prepare import TextData, prepare
 from sharded_train.errors import ConfigError
-from sharded_train.mesh import build_mesh
+from sharded_train.mesh import AXES, build_mesh
 from sharded_train.recipe import Recipe
 from sharded_train.step import Program, TrainState
 
 
 def program_of(recipe: Recipe) -> Program:
     """The program of a recipe on all devices. Raises ConfigError with everything that does not fit them."""
-    recipes.check(recipe, jax.device_count())
+    try:
+        recipes.check(recipe, jax.device_count())
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *more_devices(recipe)]) from error
     gpu_flags.check(jax.devices()[0].platform)
     return recipes.program_on(recipe, build_mesh(recipe.mesh))
+
+
+def more_devices(recipe: Recipe) -> list[str]:
+    """What mends a recipe that only the number of devices does not fit: on a CPU, more virtual ones."""
+    fixed = math.prod(size for axis in AXES if (size := getattr(recipe.mesh, axis)) > 0)
+    if jax.devices()[0].platform != "cpu" or jax.process_count() > 1:
+        return []
+    for number in sorted({8, *(fixed * i for i in range(1, 9))}, key=lambda n: (n != 8, n)):
+        try:
+            recipes.check(recipe, number)
+            return [f"on a CPU: --cpu-devices={number} makes {number} virtual devices of it, which this mesh fits"]
+        except ConfigError:
+            pass
+    return []
 
 
 def last_step_of(recipe: Recipe) -> int:

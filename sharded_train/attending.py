@@ -48,6 +48,18 @@ class Attending:
         of = (self.sequence_length, heads, kv_heads, model.dim_per_head, self.dtype.itemsize)
         return cheapest(Shape(self.sizes["sequence"], *of), model.windows, self.link)
 
+    def warnings(self) -> list[str]:
+        """Windows that cost more than they hide: half a row or more, where rows are split by ring or all_gather."""
+        wide = [w for w in dict.fromkeys(self.model.windows) if w is not None and 2 * w >= self.sequence_length]
+        if not wide or self.sizes["sequence"] == 1 or self.context[0] == "ulysses":
+            return []
+        return [
+            f"model.attention_windows: a window of {', '.join(map(str, wide))} keys is half of train.sequence_length = "
+            f"{self.sequence_length} or more, which costs more than all keys over mesh.sequence = "
+            f"{self.sizes['sequence']}: by {self.context[0]} a layer computes seq x window pairs with a window, "
+            "seq x seq / 2 without; use 0 (all keys), or attention.context = ulysses, where windows cost what they show"
+        ]
+
     @property
     def attend(self) -> Attend:
         known: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -46,13 +47,25 @@ def print_show(found: dict[str, Any]) -> None:
     console.print(f"{found['path']}: step {found['step']:,}, {size}, saved {when}", markup=False, soft_wrap=True)
     for key, value in found["run"].items():
         if key != "config":
-            console.print(f"{_bare(key)}: {_bare(json.dumps(value))}", markup=False, soft_wrap=True)
+            for line in _lines(key, value):
+                console.print(line, markup=False, soft_wrap=True)
     table = _table("array", "dtype and shape", "size", "placed when saved", "digest", right=0)
     for name, leaf in found["leaves"].items():
         size = bytes_in_words(leaf["num_bytes"])
         table.add_row(_cell(name), _cell(leaf["array"]), size, _cell(leaf["sharding"] or ""), _cell(leaf["digest"]))
     console.print(table)
     console.print("The run's config is in --json.", style="dim")
+
+
+def _lines(key: str, value: Any, indent: str = "") -> Iterator[str]:
+    """A value of the record as JSON: one line where that fits the page, else one for each of its items."""
+    whole = f"{indent}{_bare(key)}: {_bare(json.dumps(value))}"
+    if len(whole) <= WIDTH or not isinstance(value, dict):
+        yield whole
+        return
+    yield f"{indent}{_bare(key)}:"
+    for name, item in value.items():
+        yield from _lines(name, item, f"{indent}  ")
 
 
 def print_verify(found: list[dict[str, Any]]) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
 from sharded_train.config_values import Mismatch, checked, groups, item_groups, read, shown, wanted
-from sharded_train.errors import ConfigError, did_you_mean
+from sharded_train.errors import ConfigError, did_you_mean, nearest_word
 
 T = TypeVar("T")
 PREFIX = "config"
@@ -24,16 +24,23 @@ FLAG = f"--{PREFIX}."
 _ABSENT: Any = object()
 
 
-def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] = ()) -> T:
+def build(
+    cls: type[T],
+    values: Mapping[str, Any] | ConfigDict,
+    overrides: Sequence[str] = (),
+    check: Callable[[T], list[str]] = lambda built: [],
+) -> T:
     """The dataclass that `values` and then `overrides` ("--config.a.b=text") ask for; the defaults fill the rest.
 
-    Raises ConfigError with every unknown key, wrong type and unknown choice, each under its dotted key.
+    Raises ConfigError with every unknown key, wrong type and unknown choice, each under its dotted key. Where unknown
+    keys are all that is wrong, with what `check` finds in the rest too, but for what the unknown ones seem to mean.
     """
     builder = _Builder(cls)
     built = builder.group([cls], _ABSENT, values, builder.tree(overrides), PREFIX)
-    if builder.problems:
-        raise ConfigError(builder.problems)
-    return built
+    if not builder.problems:
+        return built
+    rest = [] if built is None else check(built)
+    raise ConfigError([*builder.problems, *(p for p in rest if not any(key in p for key in builder.meant))])
 
 
 def to_dict(settings: Any) -> dict[str, Any]:
@@ -102,6 +109,8 @@ class _Builder:
     def __init__(self, root: type):
         self.root = root
         self.problems: list[str] = []
+        self.num_unknown = 0  # of the problems
+        self.meant: set[str] = set()  # keys that unknown ones seem to stand for
 
     def tree(self, overrides: Sequence[str]) -> dict[str, Any]:
         """Overrides as nested dicts of texts."""
@@ -144,7 +153,7 @@ class _Builder:
         for field in dataclasses.fields(cls):
             fallback = _default(field) if base is None else getattr(base, field.name)
             values[field.name] = self._option(field.name, hints[field.name], fallback, given, typed, key)
-        return None if self.problems else cls(**values)
+        return None if len(self.problems) > self.num_unknown else cls(**values)
 
     def _member(
         self, members: list[type], default: Any, given: Any, typed: dict[str, Any], key: str
@@ -244,6 +253,10 @@ class _Builder:
         else:
             problem += did_you_mean(f"{key}.{name}", option_keys(self.root))
         self.problems.append(f"{problem}{' ' if problem.endswith('?') else '; '}{_has(key, cls)}")
+        self.num_unknown += 1
+        near = nearest_word(name, typing.get_type_hints(cls))
+        keys = [f"{key}.{near}"] if near else elsewhere or [nearest_word(f"{key}.{name}", option_keys(self.root))]
+        self.meant |= {meant.removeprefix(f"{PREFIX}.") for meant in keys if meant}
 
 
 def _has(key: str, cls: type) -> str:

@@ -20,5 +20,10 @@ class ConfigError(ValueError):
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """ "; did you mean X?" when a known word is near, else nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = nearest_word(word, known)
+    return f"; did you mean {near}?" if near else ""
+
+
+def nearest_word(word: str, known: Iterable[str]) -> str:
+    """The known word that is nearest, or nothing if none is near."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1)), "")

@@ -17,8 +17,7 @@ from sharded_train.devices import RESERVE_FRACTION
 from sharded_train.errors import ConfigError
 from sharded_train.exits import Exit
 from sharded_train.faults.config import DistributedConfig
-
-NOISE = (b"cudart_stub.cc", b"All log messages before absl::InitializeLog()")
+from sharded_train.noise import is_noise
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -170,7 +169,7 @@ def quiet_plugin() -> Iterator[None]:
             os.dup2(stderr, 2)
             os.close(stderr)
             held.seek(0)
-            os.write(2, b"".join(line for line in held if not any(words in line for words in NOISE)))
+            os.write(2, b"".join(line for line in held if not is_noise(line)))
 
 
 def _keep_stdout() -> None:

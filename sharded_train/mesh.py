@@ -13,7 +13,7 @@ import difflib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -23,6 +23,8 @@ from jax.sharding import Mesh
 from sharded_train.errors import ConfigError
 
 AXES = ("pipeline", "data", "sequence", "tensor")
+Fits = Callable[[Mapping[str, int]], bool]  # whether sizes of the axes would do for what is to run on them
+ANY: Fits = lambda sizes: True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,20 +61,25 @@ class Link:
     hosts: int
     per_host: int
 
-    def words(self, inside: str = "NVLink") -> str:
-        """The link in words; `inside` is the name of what joins the devices of one host."""
+    def words(self, platform: str = "gpu") -> str:
+        """The link in words. What counts as a host of CPU devices is a process: several may share a machine."""
+        cpu = platform == "cpu"
+        inside, between = ("shared memory", "sockets") if cpu else ("NVLink", "network")
+        at, host, hosts = ("in", "process", "processes") if cpu else ("on", "host", "hosts")
+        devices = f"{self.size:,} devices"
         if self.kind == "nothing":
             return "nothing: one device"
-        devices, hosts = f"{self.size:,} devices", f"{self.hosts:,} hosts"
         if self.kind == "host":
             return f"{inside}: {devices} of one host"
         if self.kind == "network":
-            return f"network: {devices}, each on its own host"
-        return f"{inside} and network: {devices} on {hosts}, at most {self.per_host:,} on one"
+            return f"{between}: {devices}, each {at} its own {host}"
+        return f"{inside} and {between}: {devices} {at} {self.hosts:,} {hosts}, at most {self.per_host:,} {at} one"
 
 
-def resolve_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
+def resolve_sizes(config: MeshConfig, num_devices: int, fits: Fits = ANY) -> dict[str, int]:
     """Axis sizes, in `mesh.order`, whose product is the number of devices; -1 becomes what remains.
+
+    Others are offered if they pass `fits`, such as that heads split over tensor.
 
     Raises:
         ConfigError: naming every violation, each with its operands and the nearest sizes that work.
@@ -93,11 +100,11 @@ def resolve_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
         raise ConfigError(problems)
     fixed = math.prod(size for size in asked.values() if size != -1)
     if num_devices % fixed or (not rest and fixed != num_devices):
-        raise ConfigError(_size_problem(asked, fixed, num_devices))
+        raise ConfigError(_size_problem(asked, fixed, num_devices, fits))
     return {axis: num_devices // fixed if asked[axis] == -1 else asked[axis] for axis in config.order}
 
 
-def layout(config: MeshConfig, devices: Sequence[Any]) -> np.ndarray:
+def layout(config: MeshConfig, devices: Sequence[Any], fits: Fits = ANY) -> np.ndarray:
     """Devices `[...]` shaped by the sizes of the axes in `mesh.order`, from outermost to innermost.
 
     Anything with `process_index` will do as a device, see `host_of`. All processes must pass the same list.
@@ -106,12 +113,12 @@ def layout(config: MeshConfig, devices: Sequence[Any]) -> np.ndarray:
         ConfigError: if the sizes do not fit, or a tensor group does not lie within one host and
             `mesh.allow_tensor_across_hosts` is off. This looks at the resulting array, whatever made it strange.
     """
-    sizes = resolve_sizes(config, len(devices))
+    sizes = resolve_sizes(config, len(devices), fits)
     ordered = np.empty(len(devices), dtype=object)
     ordered[:] = sorted(devices, key=lambda d: (host_of(d), d.process_index))  # stable: keeps the place in a process
     array = ordered.reshape(tuple(sizes.values()))
     if not config.allow_tensor_across_hosts:
-        _check_tensor(config, hosts_of(array), tuple(sizes))
+        _check_tensor(config, hosts_of(array), tuple(sizes), fits)
     return array
 
 
@@ -177,7 +184,7 @@ def _order_problems(order: Sequence[str]) -> list[str]:
     return [f"mesh.order = {tuple(order)}: wanted each of {', '.join(AXES)} once, but {', '.join(faults)}"]
 
 
-def _size_problem(asked: Mapping[str, int], fixed: int, num_devices: int) -> str:
+def _size_problem(asked: Mapping[str, int], fixed: int, num_devices: int, fits: Fits) -> str:
     """The equation that does not hold, and what is nearest to it and does."""
     rest = [axis for axis, size in asked.items() if size == -1]
     product = " × ".join(f"{axis} {size}" for axis, size in asked.items() if size != -1)
@@ -186,10 +193,11 @@ def _size_problem(asked: Mapping[str, int], fixed: int, num_devices: int) -> str
         problem = f"mesh.{rest[0]} = -1: number of devices {num_devices} / ({product}) = {ratio}, no whole number"
     else:
         problem = f"mesh: {product} = {fixed}, but the number of devices is {num_devices}"
-    return f"{problem}; nearest that works: {' or '.join(_nearest(asked, num_devices))}"
+    found = _nearest(asked, num_devices, fits)
+    return f"{problem}; nearest that works: {' or '.join(found)}" if found else problem
 
 
-def _nearest(asked: Mapping[str, int], num_devices: int) -> list[str]:
+def _nearest(asked: Mapping[str, int], num_devices: int, fits: Fits) -> list[str]:
     """Settings whose product is the number of devices: those that change the fewest sizes by the smallest factors."""
     fixed = {axis: size for axis, size in asked.items() if size != -1}
 
@@ -200,7 +208,8 @@ def _nearest(asked: Mapping[str, int], num_devices: int) -> list[str]:
         factors = [math.log(size / asked[axis]) ** 2 for axis, size in change.items()]
         return len(factors), round(sum(factors), 6), "data" not in change, "tensor" not in change
 
-    options = [changes(dict(zip(asked, sizes, strict=True))) for sizes in _factorisations(num_devices, len(asked))]
+    products = (dict(zip(asked, sizes, strict=True)) for sizes in _factorisations(num_devices, len(asked)))
+    options = [changes(sizes) for sizes in products if fits(sizes)]
     options.sort(key=cost)
     best = [option for option in options if len(option) == len(options[0])][:2]
     return [" with ".join(f"mesh.{axis} = {size}" for axis, size in option.items()) for option in best]
@@ -229,7 +238,7 @@ def _link(groups: np.ndarray) -> Link:
     return Link(size, kind, hosts, int(per_host))
 
 
-def _check_tensor(config: MeshConfig, hosts: np.ndarray, names: tuple[str, ...]) -> None:
+def _check_tensor(config: MeshConfig, hosts: np.ndarray, names: tuple[str, ...], fits: Fits) -> None:
     """Every tensor group within one host, or a ConfigError that names the first that is not."""
     crossing = _crossing(hosts, names)
     if not crossing.any():
@@ -241,7 +250,7 @@ def _check_tensor(config: MeshConfig, hosts: np.ndarray, names: tuple[str, ...])
     outside = zip((name for name in names if name != "tensor"), place, strict=True)
     where = ", ".join(f"{name} {i}" for name, i in outside if sizes[name] > 1)
     group_there = f"the tensor group at {where}" if where else "the tensor group"
-    advice = _advice(config, hosts.ravel(), sizes)
+    advice = _advice(config, hosts.ravel(), sizes, fits)
     raise ConfigError(
         f"mesh.tensor = {len(group)}: {group_there} lies across hosts ({spread}), but tensor belongs within one host's "
         f"NVLink; {advice}; or accept the network with mesh.allow_tensor_across_hosts = True"
@@ -254,13 +263,14 @@ def _crossing(hosts: np.ndarray, names: Sequence[str]) -> np.ndarray:
     return (groups != groups[..., :1]).any(axis=-1)
 
 
-def _advice(config: MeshConfig, hosts: np.ndarray, sizes: Mapping[str, int]) -> str:
+def _advice(config: MeshConfig, hosts: np.ndarray, sizes: Mapping[str, int], fits: Fits) -> str:
     """What would keep tensor within hosts: another size of it (data giving or taking), or tensor innermost."""
     budget = sizes["data"] * sizes["tensor"]
 
     def works(order: Sequence[str], tensor: int) -> bool:
-        shape = [{**sizes, "tensor": tensor, "data": budget // tensor}[axis] for axis in order]
-        return not _crossing(hosts.reshape(shape), order).any()
+        changed = {**sizes, "tensor": tensor, "data": budget // tensor}
+        shape = [changed[axis] for axis in order]
+        return fits(changed) and not _crossing(hosts.reshape(shape), order).any()
 
     inner = (*(axis for axis in config.order if axis != "tensor"), "tensor")
     if works(inner, sizes["tensor"]):

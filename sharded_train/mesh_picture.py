@@ -28,25 +28,27 @@ def draw_mesh(array: np.ndarray, names: Sequence[str], width: int = 80) -> str:
     """
     hosts = hosts_of(array)
     numbers = list(dict.fromkeys(hosts.flat))
+    # Of CPU devices each process counts as a host, though several may share a machine.
+    what = "process" if getattr(array.flat[0], "platform", None) == "cpu" and len(numbers) > 1 else "host"
     sizes = [f"{axis} {size}" for axis, size in zip(names, array.shape, strict=True) if size > 1]
     title = f"{' × '.join(sizes)} = " if sizes else ""
-    title += f"{_count(array.size, 'device')} on {_count(len(numbers), 'host')}"
-    first = _box(array, names, hosts, numbers[0], width)
+    title += f"{_count(array.size, 'device')} {'in' if what == 'process' else 'on'} {_count(len(numbers), what)}"
+    first = _box(array, names, hosts, numbers[0], what, width)
     most = MOST if 2 * len(first[0]) + 1 <= width else MOST // 2
     if len(numbers) <= most:
-        boxes = [_box(array, names, hosts, number, width) for number in numbers]
+        boxes = [_box(array, names, hosts, number, what, width) for number in numbers]
         return "\n".join([title, *_side_by_side(boxes, width)])
-    boxes = [_box(array, names, hosts, number, width) for number in numbers[: most - 1]]
-    rest = f"… {_count(len(numbers) - most, 'more host')} …"
-    last = _box(array, names, hosts, numbers[-1], width)
+    boxes = [_box(array, names, hosts, number, what, width) for number in numbers[: most - 1]]
+    rest = f"… {_count(len(numbers) - most, f'more {what}')} …"
+    last = _box(array, names, hosts, numbers[-1], what, width)
     return "\n".join([title, *_side_by_side(boxes, width), rest, *last])
 
 
 def _count(n: int, what: str) -> str:
-    return f"{n:,} {what}{'s' * (n != 1)}"
+    return f"{n:,} {what}{'' if n == 1 else 'es' if what.endswith('s') else 's'}"
 
 
-def _box(array: np.ndarray, names: Sequence[str], hosts: np.ndarray, number: int, width: int) -> Box:
+def _box(array: np.ndarray, names: Sequence[str], hosts: np.ndarray, number: int, what: str, width: int) -> Box:
     """One host: a row of its devices for each of its places on the outer axes."""
     *outer, inner = [i for i, size in enumerate(array.shape) if size > 1] or [len(names) - 1]
     devices = {}
@@ -67,7 +69,7 @@ def _box(array: np.ndarray, names: Sequence[str], hosts: np.ndarray, number: int
     lines = [line(row, (devices.get((row, column), "·") for column in columns)) for row in rows]
     lines = [line(names[inner], map(str, columns)), *_abbreviated(lines, MOST)]
     inside = max(map(len, lines))
-    top = f"┌ host {number} ".ljust(inside + 3, "─") + "┐"
+    top = f"┌ {what} {number} ".ljust(inside + 3, "─") + "┐"
     return [top, *(f"│ {text:<{inside}} │" for text in lines), f"└{'─' * (inside + 2)}┘"]
 
 

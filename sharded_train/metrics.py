@@ -205,24 +205,25 @@ class ProgressTable:
         self._rows += 1
         rate, mfu = values["tokens_per_second"], values["mfu"]
         seconds = None if seconds_per_step is None else seconds_per_step * (self._last_step - step)
+        place = f"{step}/{self._last_step}"
         cells = [
-            f"{f'{step}/{self._last_step}':>13}",
-            f"{values['loss']:7.4f}",
+            f"{place if len(place) <= 13 else step:>13}",
+            _within(values["loss"], 7),
             f"{_or_dash(rate, ',.0f'):>10}",
             f"{_or_dash(rate and rate / self._num_devices, ',.0f'):>9}",
             f"{_or_dash(mfu, '.1%'):>6}",
-            f"{values['grad_norm']:9.4f}",
+            _within(values["grad_norm"], 9),
             f"{values['learning_rate']:8.2e}",
             f"{'-' if seconds is None else duration(seconds):>11}",
         ]
         self._print(" ".join(cells))
 
     def note(self, text: str) -> None:
-        """A line between the rows, such as an evaluation's."""
-        self._print(text, "bold")
+        """A line between the rows, such as an evaluation's: on a terminal broken between words, whole in a file."""
+        self._print(text, "bold", soft_wrap=not self._console.is_terminal)
 
-    def _print(self, text: str, style: str = "") -> None:
-        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+    def _print(self, text: str, style: str = "", soft_wrap: bool = True) -> None:
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=soft_wrap)
 
 
 def duration(seconds: float) -> str:
@@ -231,6 +232,14 @@ def duration(seconds: float) -> str:
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
     return f"{days}d {hour:02}:{minute:02}:{second:02}" if days else f"{hour}:{minute:02}:{second:02}"
+
+
+def _within(value: float | None, width: int) -> str:
+    """Four decimals, or as many as there is room for; such as 1.2e+09 where there is not even room for the number."""
+    if value is None or not math.isfinite(value):
+        return f"{_or_dash(value, 'f'):>{width}}"
+    forms = (f"{value:.{digits}f}" for digits in (4, 3, 2, 1, 0))
+    return next((form for form in forms if len(form) <= width), f"{value:.1e}").rjust(width)
 
 
 def _or_dash(value: float | None, form: str) -> str:

@@ -80,7 +80,7 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises ConfigError with the file's error, or with every unknown key and wrong value.
     """
-    return config.build(Recipe, config_file.run(path), overrides)
+    return config.build(Recipe, config_file.run(path), overrides, lambda recipe: problems_of(recipe, None))
 
 
 def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recipe:
@@ -90,6 +90,12 @@ def from_dict(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Recip
 
 def check(recipe: Recipe, num_devices: int | None) -> None:
     """Raise ConfigError with every violation at once; without a number of devices, all that can be told without it."""
+    if problems := problems_of(recipe, num_devices):
+        raise ConfigError(problems)
+
+
+def problems_of(recipe: Recipe, num_devices: int | None) -> list[str]:
+    """Every violation, as `check` raises them."""
     sizes, problems = recipe_checks.axis_sizes(recipe, num_devices)
     problems += recipe_checks.out_of_range(recipe)
     problems += recipe_checks.contradictions(recipe)
@@ -97,8 +103,7 @@ def check(recipe: Recipe, num_devices: int | None) -> None:
     problems += recipe_attention.problems(recipe)
     problems += recipe_pipeline.problems(recipe, sizes)
     problems += recipe_precision.problems(recipe, sizes)
-    if problems:
-        raise ConfigError(problems)
+    return problems
 
 
 def program_on(recipe: Recipe, mesh: Mesh) -> Program:

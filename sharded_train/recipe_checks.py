@@ -6,6 +6,7 @@ against numbers that are out of range.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,11 +42,18 @@ def axis_sizes(recipe: Recipe, num_devices: int | None) -> tuple[dict[str, int],
     known = {axis: size for axis, size in asked.items() if size > 0}
     problems = []
     try:
-        sizes = resolve_sizes(mesh, math.prod(known.values()) if num_devices is None else num_devices)
+        number = math.prod(known.values()) if num_devices is None else num_devices
+        sizes = resolve_sizes(mesh, number, functools.partial(fits, recipe))
         known = {axis: size for axis, size in sizes.items() if num_devices is not None or axis in known}
     except ConfigError as error:
         problems = error.problems
     return known, problems
+
+
+def fits(recipe: Recipe, sizes: Mapping[str, int]) -> bool:
+    """Whether the model splits over axes of these sizes; rows are told of by themselves."""
+    stages = sizes["pipeline"] <= max(recipe.model.num_layers, 1)
+    return stages and _tensor_fits(recipe, sizes["tensor"], sizes["sequence"])
 
 
 def out_of_range(recipe: Recipe) -> list[str]:

@@ -6,6 +6,7 @@ What is listed for the step comes on top of it; activations and the compiler's o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -17,10 +18,12 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from sharded_train import params
 from sharded_train.attending import Attending
+from sharded_train.errors import ConfigError
 from sharded_train.flops import CONVENTION, flops_of
 from sharded_train.mesh import hosts_of, layout, links, stand_ins
 from sharded_train.mesh_picture import draw_mesh
 from sharded_train.recipe import Recipe, check, program_on, warnings_of
+from sharded_train.recipe_checks import fits
 from sharded_train.sharding import Placement, dims_of, is_placement
 from sharded_train.show_pipeline import describe as describe_pipeline
 from sharded_train.show_tables import print_facts
@@ -32,7 +35,11 @@ FP32 = 4  # bytes
 def show(recipe: Recipe, *, cluster: str | None = None, json: bool = False) -> int:
     """Print the facts of a recipe as tables or as JSON; `cluster` as of `stand_ins`, None the devices here."""
     devices = jax.devices() if cluster is None else stand_ins(cluster)
-    facts = describe(recipe, devices)
+    try:
+        facts = describe(recipe, devices)
+    except ConfigError as error:
+        here = [] if cluster else ["those are the devices here; --cluster=HOSTSxDEVICES shows it on others"]
+        raise ConfigError([*error.problems, *here]) from error
     if json:
         print(dumps(facts, indent=2))
     else:
@@ -46,7 +53,7 @@ def describe(recipe: Recipe, devices: Sequence[Any]) -> dict[str, Any]:
     Raises ConfigError with everything that is wrong with the recipe on these devices.
     """
     check(recipe, len(devices))
-    array, names = layout(recipe.mesh, devices), recipe.mesh.order
+    array, names = layout(recipe.mesh, devices, functools.partial(fits, recipe)), recipe.mesh.order
     mesh = cast(Mesh, AbstractMesh(array.shape, names))  # the program is asked for shapes only
     program = program_on(recipe, mesh)
     parameters = _parameters(program)
@@ -74,7 +81,7 @@ def describe(recipe: Recipe, devices: Sequence[Any]) -> dict[str, Any]:
         "flops_per_step_total": flops.total,
         "flops_per_token": flops.per_token,
         "flops_convention": CONVENTION,
-        "warnings": warnings_of(recipe, len(devices)),
+        "warnings": [*warnings_of(recipe, len(devices)), *attending.warnings()],
     }
 
 
@@ -99,13 +106,13 @@ def bytes_held(leaf: Any) -> int:
 
 def mesh_facts(array: Any, names: Sequence[str]) -> dict[str, Any]:
     """Sizes of the axes of a mesh of devices, and what each rides on."""
-    inside = "NVLink" if array.flat[0].platform == "gpu" else "shared memory"
+    platform = array.flat[0].platform
     return {
         "sizes": dict(zip(names, array.shape, strict=True)),
         "num_devices": array.size,
         "num_hosts": len(set(hosts_of(array).flat)),
         "links": {
-            axis: {"kind": link.kind, "hosts": link.hosts, "per_host": link.per_host, "words": link.words(inside)}
+            axis: {"kind": link.kind, "hosts": link.hosts, "per_host": link.per_host, "words": link.words(platform)}
             for axis, link in links(array, names).items()
         },
     }

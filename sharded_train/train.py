@@ -159,7 +159,7 @@ def _log_of(run: Run, stack: contextlib.ExitStack) -> RunLog:
 
     def tell_start() -> None:
         run.startup.mark("first step")
-        run.console.print(run.startup.words(), style="dim", soft_wrap=True)
+        run.console.print(run.startup.words(), style="dim", soft_wrap=not run.console.is_terminal)
 
     return RunLog(
         writer,
@@ -190,7 +190,8 @@ def _end(run: Run, state: TrainState, step: int, found: Validation | None) -> in
     if most := memory.peak(jax.local_devices()):
         used, there = map(bytes_in_words, most)
         run.console.print(f"memory: at most {used} of {there} were in use on a device of process 0", markup=False)
-    run.console.print(f"checkpoint: {run.checkpointer.path(step)}", markup=False, soft_wrap=True)
+    path, typed = run.checkpointer.path(step), run.workdir / layout.CHECKPOINTS / str(step)
+    run.console.print(f"checkpoint: {typed if typed.absolute() == path else path}", markup=False, soft_wrap=True)
     report.how_to_go_on(run.console, run.recipe, run.workdir, step)
     return Exit.PREEMPTED if step < run.last_step else Exit.DONE
 

@@ -11,13 +11,15 @@ import shutil
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from sharded_train import config
+from sharded_train import config, params
 from sharded_train import recipe as recipes
 from sharded_train.checkpoint import files
 from sharded_train.errors import ConfigError
+from sharded_train.models.decoder import param_specs
 from sharded_train.recipe import Recipe
 
 CONFIG = "config.json"  # of the last `train` there; each checkpoint's record holds the one it was made under
@@ -83,17 +85,26 @@ def check(workdir: Path, recipe: Recipe, *, accept_config_change: bool = False) 
         return
     if accept_config_change:
         return
-    changes = [
-        change for change in config.differences(read_recipe(workdir), recipe) if not change.startswith(MAY_CHANGE)
-    ]
+    there = read_recipe(workdir)
+    changes = [change for change in config.differences(there, recipe) if not change.startswith(MAY_CHANGE)]
     if changes:
+        go_on = "or go on in this one with --accept-config-change."
+        if files.numbered(workdir / CHECKPOINTS) and _arrays(there) != _arrays(recipe):
+            go_on = "whatever is accepted: its checkpoints hold arrays of other names or shapes."
         raise ConfigError(
             [
                 f"{workdir} belongs to a run with another config (there -> here):",
                 *(f"  {change}" for change in changes),
-                "Choose another --workdir, or go on in this one with --accept-config-change.",
+                f"Choose another --workdir, {go_on}",
             ]
         )
+
+
+def _arrays(recipe: Recipe) -> tuple[Any, ...]:
+    """What decides which arrays a run's state has, and of which shapes and dtypes."""
+    shapes = {name: spec.shape for name, spec in params.named_leaves(param_specs(recipe.model))}
+    optimizer = recipe.optimizer
+    return shapes, type(optimizer), optimizer.moments_dtype, recipe.train.ema_decay is None
 
 
 def claim(workdir: Path, recipe: Recipe, tokenizer: str) -> None:

@@ -15,14 +15,18 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("PJRT_NPROC", "10")  # see `launch.start`
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import jax
-import numpy as np
-import pytest
-from jax.experimental.compilation_cache import compilation_cache
+from sharded_train import launch
 
-jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_default_matmul_precision", "highest")
-jax.config.update("jax_debug_key_reuse", False)
+with launch.quiet_plugin():
+    import jax
+    import numpy as np
+    import pytest
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_default_matmul_precision", "highest")
+    jax.config.update("jax_debug_key_reuse", False)
+    jax.devices()
 
 
 @pytest.fixture(scope="session")

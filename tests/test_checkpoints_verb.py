@@ -35,6 +35,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with contextlib.closing(Checkpointer(workdir / "checkpoints", keep=9)) as checkpointer:
         for step in range(1, 6):
             run = {"tokens_seen": step * 1000, "mesh": {"data": 2, "tensor": 1}, "num_processes": 2, "commit": "c0ffee"}
+            run["data"] = {"fingerprint": "f" * 64, "train": {"num_documents": 234, "num_bytes": 10**6}}
             checkpointer.save(step, state_of(step), {**run, "note": "\x1b[2J[bold]", "config": {"a": step}})
     return workdir
 
@@ -81,6 +82,9 @@ def test_show(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "whole over data 2" in text
     assert r'note: "\u001b[2J[bold]"' in text.splitlines()
     assert "bfloat16[3]" in text
+    lines = text.splitlines()
+    assert {"data:", f'  fingerprint: "{"f" * 64}"'} < set(lines)
+    assert any(line.startswith("  train: {") and line.endswith("}") for line in lines)
     assert "\x1b" not in text  # what somebody wrote into a record does nothing to a terminal
     found = as_json(capsys, "show", "2", f"--workdir={workdir}")
     assert found["step"] == 2

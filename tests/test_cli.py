@@ -128,6 +128,17 @@ def test_all_violations_one_to_a_line(capsys: pytest.CaptureFixture[str], tmp_pa
     assert not workdir.exists()
 
 
+def test_a_key_that_does_not_exist_hides_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """But for what it seems to mean: without num_heads the default would be at odds with the width."""
+    wrong = ["--config.model.num_headz=5", "--config.model.d_model=130", "--config.train.stop_at=0"]
+    problems = refused(capsys, "train", QUICKSTART, f"--workdir={tmp_path / 'run'}", *wrong)
+    assert [problem.split(" = ")[0].split(":")[0] for problem in problems] == [
+        "config.model.num_headz",
+        "train.stop_at",
+    ]
+    assert "did you mean num_heads?" in problems[0]
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

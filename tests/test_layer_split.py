@@ -70,6 +70,12 @@ def test_what_is_left_over_goes_inside_and_the_ends_get_less_when_they_have_more
     assert in_order(split(16, 8, 1, head=4.3).layers)[-1] == 0  # the head alone is more than a share
 
 
+@pytest.mark.parametrize("head", [0.0, 1.2, 30.0])
+def test_as_many_chunks_as_layers_get_one_each(head: float) -> None:
+    for p, v in ((2, 1), (4, 1), (2, 2)):
+        assert in_order(split(p * v, p, v, embedding=head, head=head).layers) == [1] * p * v
+
+
 def test_the_user_may_say() -> None:
     assert in_order(split(30, 4, 1, layers=(6, 8, 9, 7)).layers) == [6, 8, 9, 7]
     assert split(10, 2, 2, layers=(1, 2, 3, 4)).layers.tolist() == [[1, 3], [2, 4]]

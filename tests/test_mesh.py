@@ -283,7 +283,7 @@ def test_which_axis_rides_which_link() -> None:
     assert (got["data"].kind, got["data"].hosts, got["data"].per_host) == ("both", 2, 2)
     assert (got["pipeline"].kind, got["pipeline"].hosts, got["pipeline"].per_host) == ("network", 2, 1)
     assert "NVLink: 4 devices" in got["tensor"].words()
-    assert "shared memory" in got["tensor"].words("shared memory")
+    assert "shared memory: 4 devices" in got["tensor"].words("cpu")
     assert "2 hosts, at most 2 on one" in got["data"].words()
     assert "network" in got["pipeline"].words()
     assert "NVLink" not in got["pipeline"].words()

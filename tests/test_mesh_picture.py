@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 
 import pytest
 
-from sharded_train.mesh import AXES, MeshConfig, layout, stand_ins
+from sharded_train.mesh import AXES, MeshConfig, layout, links, stand_ins
 from sharded_train.mesh_picture import draw_mesh
 
 
@@ -21,6 +22,22 @@ def test_the_picture_of_one_host() -> None:
         "│ data 1  [2] [3] │",
         "└─────────────────┘",
     ]
+
+
+def test_processes_are_told_of_as_what_they_are() -> None:
+    """Several may share a machine: that of CPU devices of one process is called a host."""
+    cpus = [dataclasses.replace(device, platform="cpu") for device in stand_ins("2x2")]
+    array = layout(MeshConfig(tensor=2), cpus)
+    picture = draw_mesh(array, AXES)
+    assert "= 4 devices in 2 processes" in picture
+    assert "┌ process 1 ─" in picture
+    assert "host" not in picture
+    assert "on 1 host" in draw_mesh(layout(MeshConfig(), cpus[:2]), AXES)
+    words = {axis: link.words("cpu") for axis, link in links(array, AXES).items()}
+    assert words["data"] == "sockets: 2 devices, each in its own process"
+    assert words["tensor"] == "shared memory: 2 devices of one host"
+    both = links(layout(MeshConfig(), cpus), AXES)["data"].words("cpu")
+    assert both == "shared memory and sockets: 4 devices in 2 processes, at most 2 in one"
 
 
 CLUSTERS = ("1x1", "1x8", "2x2", "8x8", "3x6", "4x72", "512x8")

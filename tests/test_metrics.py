@@ -116,6 +116,18 @@ def test_lines_piped_into_a_file_are_plain_whole_and_aligned() -> None:
     assert lines[1].split() == ["0/1000000", "2.5000", "1,234", "154", "25.0%", "0.5000", "1.00e-03", "5d", "18:53:20"]
 
 
+def test_no_line_is_wider_than_a_terminal_of_80_columns() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    table = ProgressTable(console, 1_000_000, 8)
+    for size in (1.0, 1e3, 1e6, 1e12, -1e5, math.nan, math.inf):
+        table.row(1_000_000, {**VALUES, "loss": size, "grad_norm": size}, 0.5)
+    table.note("words " * 40)
+    lines = cast(io.StringIO, console.file).getvalue().splitlines()
+    assert max(len(line.rstrip()) for line in lines) <= 80
+    assert {len(line) for line in lines[1:8]} == {80}
+    assert [line.split()[1] for line in lines[1:4]] == ["1.0000", "1000.00", "1000000"]
+
+
 def test_a_terminal_gets_colour() -> None:
     assert "\x1b[" in printed(Console(file=io.StringIO(), force_terminal=True, color_system="standard"), 1)
 

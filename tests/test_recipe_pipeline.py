@@ -79,16 +79,16 @@ def test_the_layers_that_are_offered_are_those_that_would_be_chosen(num_layers: 
 
 
 def test_a_stage_without_layers_is_said_with_what_would_be_better() -> None:
-    small = ["model.num_layers=4", "mesh.pipeline=4"]
+    small = ["model.num_layers=5", "mesh.pipeline=4"]
     (warning,) = warnings_of(changed(*small), 8)
-    assert "mesh.pipeline = 4 leaves stages without layers: they have 2, 1, 1, 0" in warning
-    assert "work of 2, 1, 1, 1.21 layers" in warning
-    four, two = (recipe_pipeline.pipe_of(changed("model.num_layers=4"), stages) for stages in (4, 2))
+    assert "mesh.pipeline = 4 leaves stages without layers: they have 2, 2, 1, 0" in warning
+    assert "work of 2, 2, 1, 1.21 layers" in warning
+    four, two = (recipe_pipeline.pipe_of(changed("model.num_layers=5"), stages) for stages in (4, 2))
     times = [pipe.num_stages * neighbours(pipe.schedule, pipe.costs).time for pipe in (four, two)]
     less = f"{1 - times[1] / times[0]:.0%} less time"
-    assert f"with mesh.pipeline = 2 they have 3, 1, and the same devices need {less}" in warning
+    assert f"with mesh.pipeline = 2 they have 3, 2, and the same devices need {less}" in warning
     assert warnings_of(changed("model.num_layers=4", "mesh.pipeline=2"), 8) == []
-    assert not any("without layers" in words for words in warnings_of(changed(*small, "pipeline.layers=2,1,1,0"), 8))
+    assert not any("without layers" in words for words in warnings_of(changed(*small, "pipeline.layers=2,2,1,0"), 8))
     (warning,) = warnings_of(changed("model.num_layers=4", "mesh.pipeline=3"), None)
     assert "with mesh.pipeline = 1 they have 4" in warning
 

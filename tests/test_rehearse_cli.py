@@ -77,6 +77,14 @@ class TestRefused:
         assert "the tensor group at data 0 lies across hosts (8 on host 0, 8 on host 1)" in problem
         assert "sizes that fit: tensor = 1, 2, 4, 8" in problem
 
+    def test_sizes_that_are_offered_fit_the_model_too(self, capsys: pytest.CaptureFixture[str]) -> None:
+        """32 heads do not split over 3 or 6 devices, though hosts of 6 would."""
+        asked = ["--config.mesh.tensor=4", "--config.train.global_batch_size=192"]
+        (problem,) = refused(capsys, BIG, "--cluster=h100:8x6", *asked)
+        assert "sizes that fit: tensor = 1, 2 (with" in problem
+        problem = refused(capsys, BIG, "--cluster=h100:8x6", "--config.mesh.tensor=5", *asked[1:])[0]
+        assert "no whole number; nearest that works: mesh.tensor = 4 or mesh.tensor = 8" in problem
+
     def test_everything_wrong_is_said_at_once(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         problems = refused(
             capsys,

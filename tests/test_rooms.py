@@ -16,7 +16,7 @@ ROOMS = {
     "step": "optimizer local attending gradients pipeline scaling model_order step calibrate",
     "run": "exits config config_values flops config_file mesh_picture equivalence data checkpoint workdir metrics "
     "devices peak recipe recipe_checks recipe_ranges recipe_warnings recipe_pipeline recipe_attention recipe_precision "
-    "assemble precision_log precision_verb precision_page train_precision scaling_resumed report "
+    "noise assemble precision_log precision_verb precision_page train_precision scaling_resumed report "
     "stopping memory begin train evaluate generate show show_pipeline show_tables data_verb data_rows schedule_verb "
     "schedule_page schedule_picture schedule_remarks rehearse rehearse_verb attention_check "
     "faults launch_verb profiling initial_weights goodput_verb draw bench collectives_verb doctor doctor_verb "

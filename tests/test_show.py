@@ -244,6 +244,19 @@ def test_windows_are_told_with_the_layers_that_have_them() -> None:
     assert words == "cuDNN's flash attention; causal, over a window of 64 keys in 3 layers and all keys in 1 layer"
 
 
+@pytest.mark.parametrize(
+    ("context", "window", "warns"),
+    [("ring", 255, False), ("ring", 256, True), ("all_gather", 300, True), ("ulysses", 300, False)],
+)
+def test_a_window_that_costs_more_than_it_hides_is_warned_of(context: str, window: int, warns: bool) -> None:
+    """Each of the 2 S chunks of a row has the window's keys before it, also where there are none."""
+    changes = ("mesh.sequence=4", "model.num_heads=8", f"attention.context={context}", "train.sequence_length=512")
+    overrides = [f"--config.{change}" for change in (*changes, f"model.attention_windows={window},0")]
+    found = [words for words in describe(from_dict({}, overrides), stand_ins("1x8"))["warnings"] if "window" in words]
+    assert len(found) == warns
+    assert all(f"a window of {window} keys" in words for words in found)
+
+
 def test_attention_over_the_sequence_axis_says_what_and_why() -> None:
     """By the fewest bytes inside a host, by what nothing hides across hosts, unless something is asked for."""
 

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,21 @@ def state_of(ended: Ended, step: int) -> tuple[Any, dict[str, Any]]:
 def metrics_of(workdir: Path, key: str) -> dict[int, float]:
     lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line[key] for line in lines if key in line}
+
+
+def test_no_step_is_timed_as_if_it_took_no_time(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step's metrics were once looked at right after those of the step before: 63,000 % MFU."""
+    add = RunLog.add
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.05)
+        add(*arguments)
+
+    monkeypatch.setattr(RunLog, "add", slowly)
+    ended = run(recipe_of(text, "train.stop_at=3"), tmp_path / "run")
+    rates = [rate for rate in metrics_of(ended.workdir, "tokens_per_second").values() if rate]
+    assert len(rates) == 2
+    assert max(rates) < 8 * 32 / 0.05
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -465,6 +481,31 @@ def test_what_is_refused_makes_no_workdir(text: Path, tmp_path: Path, change: st
     with pytest.raises(ConfigError, match=said):
         train(recipe_of(text, "train.num_steps=1000", change), tmp_path / "new/run")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "helps"), [("train.seed=1", True), ("model.d_ff=128", False), ("optimizer.type=lion", False)]
+)
+def test_accepting_a_change_is_offered_where_it_helps(text: Path, tmp_path: Path, change: str, helps: bool) -> None:
+    recipe = recipe_of(text)
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/config.json").write_text(json.dumps(config.to_dict(recipe)))
+    with pytest.raises(ConfigError, match="or go on in this one with --accept-config-change"):
+        workdirs.check(tmp_path / "run", recipe_of(text, change))  # there is no state that would not fit
+    (tmp_path / "run/checkpoints/5").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        workdirs.check(tmp_path / "run", recipe_of(text, change))
+    assert ("go on in this one" in str(caught.value)) == helps
+    assert ("arrays of other names or shapes" in str(caught.value)) != helps
+
+
+def test_a_mesh_that_the_cpu_has_too_few_devices_for_is_told_how_to_have_more(text: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        assemble.program_of(recipe_of(text, "mesh.data=16", "mesh.tensor=1", "train.global_batch_size=16"))
+    assert "--cpu-devices=16" in str(caught.value)
+    for rows, said in ((16, ["--cpu-devices=8"]), (7, [])):  # more devices do not help with rows
+        found = assemble.more_devices(recipe_of(text, "mesh.tensor=2", f"train.global_batch_size={rows}"))
+        assert [line.split()[3] for line in found] == said
 
 
 def test_a_workdir_that_somebody_else_uses(text: Path, tmp_path: Path) -> None:

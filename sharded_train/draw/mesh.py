@@ -53,8 +53,9 @@ def mesh(mesh: Mesh, groups: str | None = None) -> Html:
     if groups is not None and groups not in names:
         raise ConfigError(f"draw.mesh: groups={groups!r} is no axis of the mesh{did_you_mean(groups, names)}")
     shown = groups or next((axis for axis in reversed(names) if mesh.shape[axis] > 1), names[-1])
-    inside = "shared memory" if mesh.devices.flat[0].platform == "cpu" else "NVLink"
-    rows = [(axis, f"{mesh.shape[axis]:,}", link.words(inside)) for axis, link in links(mesh.devices, names).items()]
+    platform = mesh.devices.flat[0].platform
+    inside = "shared memory" if platform == "cpu" else "NVLink"
+    rows = [(axis, f"{mesh.shape[axis]:,}", link.words(platform)) for axis, link in links(mesh.devices, names).items()]
     picture, height = _picture(mesh, list(names).index(shown), inside)
     drawn = f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img">{picture}</svg>'
     sizes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())

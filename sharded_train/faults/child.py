@@ -11,11 +11,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from sharded_train.noise import is_noise
+
 _terminal_lock = threading.Lock()
 
 
 class Child:
-    """A running process and the thread that copies what it prints, line by line, with `prefix` on the terminal."""
+    """A running process and the thread that copies what it prints, line by line, with `prefix` on the terminal.
+
+    What is noise (see `noise`) goes to the log alone.
+    """
 
     def __init__(
         self, argv: Sequence[str], environ: Mapping[str, str], log: Path, header: str, terminal: TextIO, prefix: str
@@ -68,6 +73,8 @@ class Child:
             for raw in output:
                 line = raw.decode(errors="replace")
                 self._to_log(line)
+                if is_noise(raw):
+                    continue
                 with _terminal_lock, contextlib.suppress(OSError, ValueError):
                     self._terminal.write(f"{self._prefix}{line}" if line.endswith("\n") else f"{self._prefix}{line}\n")
                     self._terminal.flush()

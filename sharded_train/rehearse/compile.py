@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import tempfile
 import time
@@ -24,6 +25,7 @@ from sharded_train import compat, gpu_flags
 from sharded_train.errors import ConfigError
 from sharded_train.mesh import StandIn, layout
 from sharded_train.recipe import Recipe, check, program_on
+from sharded_train.recipe_checks import fits
 from sharded_train.rehearse import buffers
 from sharded_train.rehearse.buffers import Temporaries
 from sharded_train.rehearse.clusters import Cluster
@@ -115,7 +117,7 @@ def check_compiler() -> None:
 def check_layout(recipe: Recipe, cluster: Cluster) -> None:
     """Raise ConfigError with everything that keeps the recipe off the cluster, without making any device of it."""
     check(recipe, cluster.num_devices)
-    layout(recipe.mesh, stand_ins(cluster))
+    layout(recipe.mesh, stand_ins(cluster), functools.partial(fits, recipe))
 
 
 def stand_ins(cluster: Cluster) -> list[StandIn]:

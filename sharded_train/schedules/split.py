@@ -1,7 +1,8 @@
 """Layers over the chunks of the stages: any number of them, so that the busiest chunk is as little busy as can be.
 
 Loads are in units of a layer. The first virtual stage also embeds and the last one has the head and the loss; where
-these cost something, those two get fewer layers, even none when embedding or head alone is a chunk's worth.
+these cost something, those two get fewer layers, even none when embedding or head alone is a chunk's worth; but of as
+many chunks as layers each gets one.
 """
 
 from __future__ import annotations
@@ -68,8 +69,11 @@ def _ways(num_layers: int, extra: np.ndarray) -> Iterator[np.ndarray]:
     """Ways to share out layers in which no chunk, with its `extra` load, is busier than the busiest has to be.
 
     Every chunk has as many layers as that allows; those that are too many are taken off neighbours, one each, the last
-    and the first chunk counting as neighbours.
+    and the first chunk counting as neighbours. Of as many layers as chunks, each has one whatever the loads.
     """
+    if num_layers == len(extra):
+        yield np.ones(num_layers, int)
+        return
     loads = np.unique(np.add.outer(np.arange(num_layers + 1), extra))
     most_of = lambda load: np.maximum(0, np.floor(load - extra + 1e-9)).astype(int)
     counts = next(most_of(load) for load in loads if most_of(load).sum() >= num_layers)

@@ -69,6 +69,16 @@ def test_what_ended_for_good_is_not_started_again(tmp_path: Path, code: int) -> 
     assert lives(tmp_path) == 1
 
 
+def test_noise_goes_to_the_log_alone(tmp_path: Path) -> None:
+    gloo = "[Gloo] Rank 1 is connected to {} peer ranks. Expected number of connected peer ranks is : 7"
+    noise = [gloo.format(7), "I0000 00:00:17 5 cudart_stub.cc:31] Could not find cuda drivers on your machine"]
+    kept = [gloo.format(6), "E0000 00:00:17 5 gloo.cc:1] connection closed by peer", "a line"]
+    _, printed = supervised(tmp_path, f"print(*{[*noise, *kept]!r}, sep=chr(10))")
+    assert [line.removeprefix("[0] ") for line in printed.splitlines()[:-1]] == kept
+    logged = (tmp_path / "logs/process-0.log").read_text().splitlines()
+    assert logged[1:] == [*noise, *kept]
+
+
 @pytest.mark.parametrize(
     ("death", "words"),
     [
