@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from typing import Any
 
 import jax
@@ -39,16 +40,36 @@ def ready(w: jax.Array, how: Fp8 = CURRENT, uses: int = 1, **scales: Any) -> Obs
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_casts_are_those_of_ml_dtypes(dtype: jnp.dtype) -> None:
-    """Every bf16 number, clipped first: beyond 464 e4m3 would have NaN."""
-    every = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
-    every = every[np.isfinite(every.astype(np.float32))]
+    """Every bf16 number, and in fp32 every number of the format, what lies halfway between two and beyond, and the next
+    numbers on both sides of those; clipped first: beyond 464 e4m3 would have NaN.
+    """
     top = float(ml_dtypes.finfo(NP[dtype]).max)
-    want = np.clip(every.astype(np.float32), -top, top).astype(NP[dtype])
-    got = np.asarray(jax.jit(quantise, static_argnums=2)(jnp.asarray(every), number(1), dtype))
-    assert got.view(np.uint8).tolist() == want.view(np.uint8).tolist()
+    every = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    own = np.arange(2**8, dtype=np.uint8).view(NP[dtype]).astype(np.float32)
+    own = np.sort(own[np.isfinite(own)])
+    halves = np.concatenate([own, (own[1:] + own[:-1]) / 2, own * 1.0625, [1e-45, -1e-45, 1e-38, 3.4e38, -3.4e38]])
+    halves = halves.astype(np.float32)
+    sides = [np.nextafter(halves, np.float32(side)) for side in (-np.inf, np.inf)]
+    for numbers in (every[np.isfinite(every.astype(np.float32))], np.concatenate([halves, *sides])):
+        want = np.clip(numbers.astype(np.float32), -top, top).astype(NP[dtype])
+        got = np.asarray(jax.jit(quantise, static_argnums=2)(jnp.asarray(numbers), number(1), dtype))
+        assert got.view(np.uint8).tolist() == want.view(np.uint8).tolist()
     assert np.isnan(
         np.asarray(quantise(jnp.array([np.inf, -np.inf, np.nan]), number(1), dtype)).astype(np.float32)
     ).all()
+
+
+def test_on_cpus_no_stack_of_fp8_is_written_to() -> None:
+    """XLA would convert all of the stack to write one layer of it: emulated FP8 then takes twice a step of bf16."""
+    w = ready(jnp.eye(16))
+
+    @jax.jit
+    def layers(x: jax.Array) -> Any:
+        return jax.lax.scan(lambda x, _: jax.vjp(linear, x, w), x, length=3)
+
+    text = layers.lower(jnp.ones((32, 16), BF16)).compile().as_text() or ""
+    written = set(re.findall(r"= (\w+)\[3,32,16\]\S* dynamic-update-slice\(", text))  # without the weights, [3,16,16]
+    assert {"u8"} <= written <= {"u8", "f32"}
 
 
 def test_what_saturates_and_what_is_lost_is_counted() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from sharded_train import compat
 from sharded_train.ops.dot import dot
@@ -102,12 +103,14 @@ def _forward(how: Fp8, x: jax.Array, w: Quantised, slots: Tree) -> tuple[jax.Arr
     seen = None if slots["x"] is None else observe(x, scale, how.forward)
     y = _scaled(dot(q, w.q, out_dtype=x.dtype), 1 / scale * (1 / w.w_scale))
     wanted = jax.tree.map(lambda _: (), slots)  # which there are, without the arrays
-    return y, (q, 1 / scale, seen, w, wanted)
+    # As bytes: to write one layer into a stack of f8, XLA's CPU back end converts the whole stack.
+    return y, (lax.bitcast_convert_type(q, jnp.uint8), 1 / scale, seen, w, wanted)
 
 
 @jax.named_scope("fp8")
 def _backward(how: Fp8, saved: Tree, d_y: jax.Array) -> tuple[jax.Array, None, Tree]:
-    q_x, x_inverse, seen_x, w, wanted = saved
+    kept, x_inverse, seen_x, w, wanted = saved
+    q_x = lax.bitcast_convert_type(kept, how.forward)
     scale = _scale(w.g_scale, d_y, how.backward, how.margin)
     q_g, seen_g = quantise(d_y, scale, how.backward), observe(d_y, scale, how.backward)
     exact = functools.partial(dot, out_dtype=d_y.dtype, precision="highest")
