@@ -1,7 +1,7 @@
 """Training in FP8 on real text beside bf16: final losses, and what happens without scaling.
 
-    python benchmarks/fp8_training.py [--recipes bf16 fp8_delayed fp8_current unscaled] [--seeds 0 1 2] [--steps 1000]
-        [--width 256] [--rows 16] [--length 256] [--json OUT]
+    python benchmarks/fp8_training.py [--recipes bf16 fp8_delayed fp8_current mxfp8 unscaled] [--seeds 0 1 2]
+        [--steps 1000] [--width 256] [--rows 16] [--length 256] [--json OUT]
     python benchmarks/fp8_training.py --cost [--windows 9]
 
 The model of configs/quickstart.py on one device, on the source code of Python's standard library; every recipe sees the
@@ -32,7 +32,7 @@ from sharded_train.data.prepare import TextData
 from sharded_train.step import Batch, Program
 
 ROOT = Path(__file__).parent.parent
-RECIPES = ("bf16", "fp8_delayed", "fp8_current", "unscaled")
+RECIPES = ("bf16", "fp8_delayed", "fp8_current", "mxfp8", "unscaled")
 
 
 def main() -> None:
@@ -127,7 +127,7 @@ def mean_of_last(curve: list[float]) -> float:
 
 def cost(args: argparse.Namespace) -> None:
     steps: dict[str, Any] = {}
-    for name in ("bf16", "fp8_delayed", "fp8_current"):
+    for name in ("bf16", "fp8_delayed", "fp8_current", "mxfp8"):
         program = program_of(name, 0, args)
         with batches_of(program, args, 0) as batches:
             batch = Batch(**next(batches))

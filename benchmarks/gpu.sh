@@ -36,7 +36,10 @@ llama=(--config=configs/quickstart.py --config.mesh.tensor=1 --config.zero.stage
     --config.train.global_batch_size=8 --config.train.sequence_length=2048 --config.train.remat=selective
     --config.train.num_steps=50 --config.schedule.warmup_steps=10 --config.schedule.learning_rate=3e-4
     --config.evaluate.every=0 --config.checkpoint.every=0 --config.log.every=5)
-for recipe in bf16 fp8_delayed fp8_current; do
+recipes=(bf16 fp8_delayed fp8_current)
+capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1)
+((${capability%%.*} >= 10)) && recipes+=(mxfp8) # Blackwell: tensor cores that know scales of blocks
+for recipe in "${recipes[@]}"; do
     part "1B in $recipe" 120 "$python" -m sharded_train train "${llama[@]}" --config.precision.recipe=$recipe \
         --workdir="$out/1b_$recipe"
     rm -rf "$out/1b_$recipe/checkpoints" # 12 GB each

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from sharded_train.schedule_check import check
 from sharded_train.schedules.build import make
-from sharded_train.schedules.check import check
 from sharded_train.schedules.costs import Costs
 from sharded_train.schedules.simulate import asynchronous, in_flight, lockstep, neighbours
 from sharded_train.schedules.table import NONE, Schedule

@@ -20,6 +20,7 @@ from sharded_train.data.prepare import TextData, prepare
 from sharded_train.errors import ConfigError
 from sharded_train.mesh import AXES, build_mesh
 from sharded_train.recipe import Recipe
+from sharded_train.recipe_precision import on_device
 from sharded_train.step import Program, TrainState
 
 
@@ -29,7 +30,10 @@ def program_of(recipe: Recipe) -> Program:
         recipes.check(recipe, jax.device_count())
     except ConfigError as error:
         raise ConfigError([*error.problems, *more_devices(recipe)]) from error
-    gpu_flags.check(jax.devices()[0].platform)
+    device = jax.devices()[0]
+    if device.platform == "gpu" and (problems := on_device(recipe, device.device_kind, str(device.compute_capability))):
+        raise ConfigError(problems)
+    gpu_flags.check(device.platform)
     return recipes.program_on(recipe, build_mesh(recipe.mesh))
 
 

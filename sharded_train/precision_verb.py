@@ -34,8 +34,8 @@ def precision(workdir: Path, *, html: Path | None, json: bool = False) -> int:
         raise ConfigError(f"{workdir} cannot be read: {error}") from error
     if not lines:
         raise ConfigError(
-            f"{workdir} has no log of FP8 products: it is written by a run with precision.recipe = fp8_delayed or "
-            "fp8_current, every log.precision_every steps"
+            f"{workdir} has no log of FP8 products: it is written by a run with precision.recipe = fp8_delayed, "
+            "fp8_current or mxfp8, every log.precision_every steps"
         )
     found = facts(lines)
     if html is not None:
@@ -84,7 +84,8 @@ def _remarks(found: Mapping[str, Any]) -> list[str]:
     where = lambda worst: f"at step {worst['step']:,}, layer {worst['layer']}"
     for name, worst in found["worst"].items():
         saturated, lost = worst["saturated"], worst["lost"]
-        if saturated["share"] > 1e-2:
+        in_blocks = not any(x is not None for row in found["tensors"][name]["scale"] for x in row)
+        if saturated["share"] > 1e-2 and not in_blocks:  # where a block's largest is clipped by an eighth at most
             said.append(
                 f"{name}: {saturated['share']:.1%} saturated {where(saturated)}: a spike, or an amax that grows faster "
                 "than its history; precision.fp8.margin = 1 leaves room"
@@ -112,7 +113,7 @@ def table(found: Mapping[str, Any]) -> Any:
             name,
             spark(history),
             f"{history[-1]:.3g}",
-            f"{min(scales, default=0):.3g} to {max(scales, default=0):.3g}",
+            f"{min(scales):.3g} to {max(scales):.3g}" if scales else "by block",
             _share(worst["saturated"]),
             _share(worst["lost"]),
         )

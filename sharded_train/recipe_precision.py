@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from sharded_train.devices import DEVICES
 from sharded_train.precision import Fp8Config, LossScaleConfig
+from sharded_train.precision.blocks import BLOCK
 
 if TYPE_CHECKING:
     from sharded_train.recipe import Recipe
 
 UNIT = 16  # cuBLAS's FP8 products take dims that are multiples of it
+BLOCK_SCALED = 10.0  # the compute capability from which on tensor cores take a scale for each block
 WORTH = 1024  # outputs of a product: below about so many, quantising its input takes longer than FP8 saves on an H100
 
 
@@ -42,13 +45,36 @@ def _fp8(recipe: Recipe, sizes: Mapping[str, int]) -> Iterator[str]:
             f"precision.fp8.bf16_products names all of a layer's products ({names}): nothing is left for "
             f"precision.recipe = {recipe.precision.recipe}; leave some out, or use recipe = bf16"
         )
+    blocks = recipe.precision.recipe == "mxfp8"
+    unit, reason = (BLOCK, "blocks of 32") if blocks else (UNIT, "FP8, and cuBLAS takes no other sizes")
     for equation, size in dims(recipe, sizes).items():
-        if size > 0 and size % UNIT:
+        if size > 0 and size % unit:
             yield (
-                f"{equation} = {size} is no multiple of {UNIT}: precision.recipe = {recipe.precision.recipe} works in "
-                "FP8, and cuBLAS takes no other sizes on a device; nearest that work: "
-                f"{' or '.join(str(n) for n in (size // UNIT * UNIT, size // UNIT * UNIT + UNIT) if n)}"
+                f"{equation} = {size} is no multiple of {unit}: precision.recipe = {recipe.precision.recipe} works in "
+                f"{reason} on a device; nearest that work: "
+                f"{' or '.join(str(n) for n in (size // unit * unit, size // unit * unit + unit) if n)}"
             )
+    if blocks and recipe.pipeline.schedule == "zero_bubble" and sizes.get("pipeline", 1) > 1:
+        yield (
+            "precision.recipe = mxfp8 with pipeline.schedule = zero_bubble: gradients of weights in blocks are not "
+            "left for later; take pipeline.schedule = 1f1b or interleaved"
+        )
+
+
+def on_device(recipe: Recipe, name: str, capability: str) -> list[str]:
+    """What keeps a recipe from running on GPUs of a compute capability, such as "9.0"."""
+    if recipe.precision.recipe != "mxfp8" or _number(capability) >= BLOCK_SCALED:
+        return []
+    having = ", ".join(device.name for device in DEVICES.values() if _number(device.compute_capability) >= BLOCK_SCALED)
+    return [
+        f"precision.recipe = mxfp8 on {name}, of compute capability {capability}: its tensor cores know no scales of "
+        f"blocks, which begin with {BLOCK_SCALED} ({having}); take precision.recipe = fp8_current, or bf16"
+    ]
+
+
+def _number(capability: str) -> float:
+    """0 for what is no number, as AMD's are."""
+    return float(capability) if capability.replace(".", "", 1).isdigit() else 0.0
 
 
 def dims(recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -72,8 +98,12 @@ def dims(recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, int]:
         tokens, ways = train.global_batch_size * train.sequence_length, sizes["data"] * sizes["sequence"]
         parts = ways * train.num_microbatches
         by = f"data {sizes['data']} x sequence {sizes['sequence']} x train.num_microbatches {train.num_microbatches}"
-        rows = f"tokens of a device at once, {train.global_batch_size} x {train.sequence_length} / ({by})"
-        found[rows] = tokens // parts if tokens % parts == 0 else 0
+        if recipe.precision.recipe == "mxfp8" and tensor > 1 and train.overlap is not False:
+            rows, ways = train.global_batch_size, sizes["data"] * train.num_microbatches
+            if rows % ways == 0 and rows // ways % 2 == 0:
+                parts, by = 2 * parts, f"{by} x 2 halves under train.overlap"
+        equation = f"tokens of a device at once, {train.global_batch_size} x {train.sequence_length} / ({by})"
+        found[equation] = tokens // parts if tokens % parts == 0 else 0
     return found
 
 
@@ -90,10 +120,14 @@ def warnings(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
 def _without_effect(recipe: Recipe) -> Iterator[str]:
     precision = recipe.precision
     kind, fp8 = f"precision.recipe is {precision.recipe}", precision.fp8
-    of_delayed = ("amax_history_length", "algorithm", "recalibrate")
+    without = {
+        "fp8_delayed": (),
+        "fp8_current": ("amax_history_length", "algorithm", "recalibrate"),
+        "mxfp8": ("amax_history_length", "algorithm", "recalibrate", "format"),
+    }
     for field in dataclasses.fields(Fp8Config):
         value = getattr(fp8, field.name)
-        unused = not precision.is_fp8 or (precision.recipe != "fp8_delayed" and field.name in of_delayed)
+        unused = not precision.is_fp8 or field.name in without[precision.recipe]
         if unused and value != getattr(Fp8Config(), field.name):
             yield f"precision.fp8.{field.name} = {value} changes nothing: {kind}"
     if precision.recipe != "fp16" and precision.fp16 != LossScaleConfig():

@@ -17,6 +17,8 @@ def fp8_of(precision: PrecisionConfig) -> Fp8 | None:
     """How the recipe quantises; None if it does not."""
     if not precision.is_fp8:
         return None
+    if precision.recipe == "mxfp8":
+        return Fp8("blocks", E4M3, E4M3, precision.fp8.margin)
     backward = E5M2 if precision.fp8.format == "hybrid" else E4M3
     scaling: Any = precision.recipe.removeprefix("fp8_")
     return Fp8(scaling, E4M3, backward, precision.fp8.margin)
@@ -61,7 +63,9 @@ def told(fp8: Fp8Layers, scaling: Tree, seen: Tree) -> dict[str, jax.Array]:
     found = {}
     for branch, name, kind in fp8.tensors():
         numbers = seen[branch][name][kind]
-        if scaling is None:
+        if fp8.how.scaling == "blocks":
+            scale = jnp.full_like(numbers[:, 0], jnp.nan)  # there are many
+        elif scaling is None:
             scale = current_scale(numbers[:, 0], dtype_of(fp8.how, kind), fp8.how.margin)
         else:
             scale = scaling["layers"][branch][name][kind]["scale"]

@@ -10,7 +10,7 @@ from test_compiled_zero import collectives_of, entries
 
 from sharded_train import recipe
 from sharded_train.errors import ConfigError
-from sharded_train.rehearse import fp8
+from sharded_train.rehearse import clusters, computed, fp8, hlo
 from sharded_train.rehearse.compile import check_plugin, compile_for
 
 try:
@@ -68,3 +68,27 @@ def test_every_product_is_fp8_and_weights_are_gathered_in_it(
         assert LAYERS * M <= gathered["f8e4m3fn"] // layer <= 2 * LAYERS * M
         if not asked.precision.fp8.bf16_products:
             assert gathered["bf16"] <= M * (2 * 256 * 256 + 256 + 2 * LAYERS * 2 * 256)  # tables, and gains twice
+
+
+@slow
+@pytest.mark.parametrize("changes", [[], ["train.overlap=false"]], ids=["overlap", "plain"])
+def test_every_product_in_blocks_is_a_call_of_cudnn_on_blackwell(changes: list[str]) -> None:
+    """7 products forward and 14 backward, none joined, more where layers stand alone and in halves.
+
+    XLA pads dims to multiples of 128, so heads are as many as make them that. Weights are gathered in bf16.
+    """
+    model = {**TINY["model"], "num_kv_heads": 4}
+    settings = {**TINY, "model": model, "mesh": {"data": 4, "tensor": 2}, "precision": {"recipe": "mxfp8"}}
+    asked = recipe.from_dict(settings, [f"--config.{change}" for change in changes])
+    compiled = compile_for(asked, clusters.parse("b200:1x8"))
+    found = fp8.of_text(compiled.text)
+    assert found is not None
+    assert found["missing"] == []
+    assert found["asked"] == found["in_fp8"] == compiled.text.count('"__cudnn$blockScaledDot"')
+    assert found["asked"] % (3 * 7) == 0
+    tokens, layer = 8 * 256 // 4 // M, 4 * 256 * 128 + 3 * 256 * 256  # of a device at once; entries of its matrices
+    counted = computed.describe(hlo.parse(compiled.text), None, "bf16")
+    assert counted["by_kind"]["products in FP8"] == 3 * LAYERS * M * 2 * tokens * layer
+    assert not [what for what in counted["unknown"] if "blockScaledDot" in what]
+    gathered = entries([e for e in collectives_of(compiled) if e.op == "all-gather" and e.axes == ("data",)])
+    assert set(gathered) == {"bf16"}

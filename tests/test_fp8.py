@@ -20,16 +20,18 @@ from sharded_train.models.fp8_layers import found
 from sharded_train.models.stack import SEEN
 from sharded_train.ops.fp8 import Observed, Quantised, one_use
 from sharded_train.ops.linear import Deferred, deferred_gradient, linear
-from sharded_train.precision import Fp8Config, LossScaleConfig, delayed, loss_scale
+from sharded_train.precision import Fp8Config, LossScaleConfig, blocks, delayed, loss_scale
 from sharded_train.precision.formats import E4M3, E5M2, LEAST, MOST, Fp8, current_scale, observe, quantise, scale_for
 
 BF16, FP32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
-CURRENT = Fp8("current")
+CURRENT, MX = Fp8("current"), Fp8("blocks", E4M3, E4M3)
 NP = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
 number = lambda x: jnp.float32(x)
 
 
 def ready(w: jax.Array, how: Fp8 = CURRENT, uses: int = 1, **scales: Any) -> Observed:
+    if how.scaling == "blocks":
+        return Observed.of(Quantised(w.astype(BF16), None, None, None, how), uses, BF16, x=True, axes=())
     w_scale = current_scale(jnp.abs(w).max(), how.forward, how.margin)
     known = Quantised(quantise(w, w_scale, how.forward), w_scale, scales.get("x"), scales.get("g"), how)
     return Observed.of(known, uses, BF16, x=True, axes=())
@@ -90,6 +92,71 @@ def test_scales_and_their_inverses_are_finite(amax: float) -> None:
 
 def test_nothing_seen_is_scaled_by_one() -> None:
     assert [float(current_scale(number(amax), E4M3, 0)) for amax in (0.0, math.inf, math.nan)] == [1, 1, 1]
+
+
+# Blocks
+
+
+def mx_of_numpy(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """OCP's MX specification 1.0, section 6.3, along the last dim: elements, and the scale of each 32 of them."""
+    blocks = x.astype(np.float64).reshape(*x.shape[:-1], -1, 32)
+    amax = np.abs(blocks).max(-1)
+    exponent = np.floor(np.log2(np.where(amax > 0, amax, 2.0**-200))) - 8
+    scale = 2.0 ** np.clip(exponent, -127, 127)
+    q = np.clip(blocks / scale[..., None], -448, 448).astype(np.float32).astype(NP[E4M3])
+    return q.reshape(x.shape), scale.astype(ml_dtypes.float8_e8m0fnu)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_blocks_are_those_of_the_specification_to_the_bit(dim: int) -> None:
+    """CASES 18: amax from 2^-126 to 3e38, a block of zeros; and back exactly."""
+    rng = np.random.default_rng(3)
+    x = rng.normal(0, 1, (64, 256)) * np.exp2(rng.uniform(-100, 100, (64, 8))).repeat(32, 1)
+    x[0, :32], x[1, :32], x[2, 0], x[3, :32], x[4, 32:64] = 0, 1e-36, 3e38, 2.0**-126, 500
+    x = x.astype(np.float32)
+    q, scale = mx_of_numpy(x)
+    got = jax.jit(blocks.quantised, static_argnums=1)(x if dim else x.T, dim)
+    back = np.asarray(jax.jit(blocks.dequantised)(got), np.float32)
+    ours = [np.asarray(a) if dim else np.asarray(a).T for a in (got.q, got.scale, back)]
+    assert ours[0].tobytes() == q.tobytes()
+    assert ours[1].tobytes() == scale.tobytes()
+    exact = q.astype(np.float64) * scale.astype(np.float64).repeat(32, 1)
+    there = np.abs(exact) >= 2.0**-126
+    assert (ours[2][there] == exact[there]).all()
+    saturated = np.asarray(blocks.observe(jnp.asarray(x[4:5, 32:64]), 1))
+    assert saturated.tolist() == [500, 1, 0]
+    assert np.asarray(blocks.observe(jnp.asarray(x[4:5, 32:64]), 1, 1)).tolist() == [500, 0, 0]
+    bad = blocks.quantised(jnp.ones((1, 64)).at[0, 3].set(jnp.inf), 1)
+    assert np.isnan(np.asarray(blocks.dequantised(bad), np.float32)).any()
+
+
+def test_factors_in_blocks_lie_along_what_is_contracted() -> None:
+    """Each product is that of numpy's dequantised factors."""
+    rng = np.random.default_rng(4)
+    draw = lambda *shape: jnp.asarray(rng.normal(0, 1, shape) * np.exp2(rng.integers(-9, 9, shape)), BF16)
+    x, w, d_y = draw(32, 64), draw(64, 96), draw(32, 96)
+
+    @jax.jit
+    def ours() -> Any:
+        y, back = jax.vjp(linear, x, ready(w, MX))
+        return y, *back(d_y)
+
+    y, d_x, d_w = ours()
+
+    def rounded(a: jax.Array, dim: int) -> np.ndarray:
+        q, scale = mx_of_numpy(np.asarray(a if dim else a.T, np.float32))
+        whole = q.astype(np.float64) * scale.astype(np.float64).repeat(32, 1)
+        return whole if dim else whole.T
+
+    pairs = {
+        "y": (y, rounded(x, 1) @ rounded(w, 0)),
+        "d_x": (d_x, rounded(d_y, 1) @ rounded(w, 1).T),
+        "d_w": (d_w.grad, rounded(x, 0).T @ rounded(d_y, 0)),
+    }
+    for name, (got, want) in pairs.items():
+        assert np.asarray(got, np.float64) == pytest.approx(want, rel=2**-8, abs=1e-4 * np.abs(want).max()), name
+    assert d_w.x[0, 0] == jnp.abs(x.astype(FP32)).max()
+    assert d_w.g[0, 0] == jnp.abs(d_y.astype(FP32)).max()
 
 
 # The state
@@ -178,7 +245,9 @@ def sqnr(got: jax.Array, want: jax.Array) -> float:
     return float(20 * np.log10(np.linalg.norm(b) / np.linalg.norm(a - b)))
 
 
-@pytest.mark.parametrize("how", [CURRENT, Fp8("current", E4M3, E4M3)], ids=["hybrid", "e4m3"])
+@pytest.mark.parametrize(
+    "how", [CURRENT, Fp8("current", E4M3, E4M3), MX, Fp8("blocks", E4M3, E4M3, 1)], ids=["hybrid", "e4m3", "mx", "mx-1"]
+)
 def test_a_swiglu_mlp_on_gaussian_numbers_keeps_20_db(how: Fp8) -> None:
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(0, 1, shape), FP32)

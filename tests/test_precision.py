@@ -14,15 +14,19 @@ import pytest
 from sharded_train import equivalence
 from sharded_train import recipe as recipes
 from sharded_train.calibrate import calibrated
+from sharded_train.devices import DEVICES
 from sharded_train.equivalence import MODELS, Layout, hard_batch, placed
 from sharded_train.errors import ConfigError
 from sharded_train.optimizer import AdamW
 from sharded_train.params import named_leaves
-from sharded_train.precision import Recipe
-from sharded_train.recipe_precision import warnings
+from sharded_train.precision import PrecisionConfig, Recipe
+from sharded_train.recipe_precision import on_device, warnings
+from sharded_train.rehearse import clusters
+from sharded_train.rehearse.compile import check_layout
 from sharded_train.step import Program, TrainState
 
 LLAMA = MODELS["llama"]
+BLOCKS = dataclasses.replace(LLAMA, d_model=64, d_ff=128, num_layers=2)  # multiples of 32 over two tensor ranks
 
 
 def named(tree: Any) -> dict[str, np.ndarray]:
@@ -38,7 +42,7 @@ class Pass:
 
 @functools.cache
 def passed(model: str, layout: Layout, recipe: Recipe) -> Pass:
-    p = equivalence.program(MODELS[model], layout, recipe=recipe)
+    p = equivalence.program({**MODELS, "blocks": BLOCKS}[model], layout, recipe=recipe)
     batch, key = placed(p, hard_batch(p.model)), jax.random.key(0)
     found = jax.jit(p.passes)(equivalence.weights(p), p.fresh_scaling(), batch, key)
     seen = named(p.of_model({"layers": found.seen})["layers"]) if found.seen else {}
@@ -51,27 +55,31 @@ def difference(got: Pass, want: Pass) -> float:
     return norm(got.grads[name] - leaf for name, leaf in want.grads.items()) / norm(want.grads.values())
 
 
+slow = pytest.mark.slow
+FP8, MX = "fp8_current", "mxfp8"
 CASES = [
-    ("llama", Layout(data=2, tensor=2, zero=3, num_microbatches=2, overlap=True, remat="selective")),
+    (FP8, "llama", Layout(data=2, tensor=2, zero=3, num_microbatches=2, overlap=True, remat="selective")),
+    pytest.param(FP8, "llama_gqa", Layout(data=2, tensor=4, zero=1, num_microbatches=2, overlap=True), marks=slow),
+    (FP8, "deep", Layout(pipeline=2, data=2, tensor=2, zero=1, num_microbatches=4, schedule="zero_bubble", chunks=1)),
     pytest.param(
-        "llama_gqa", Layout(data=2, tensor=4, zero=1, num_microbatches=2, overlap=True), marks=pytest.mark.slow
-    ),
-    ("deep", Layout(pipeline=2, data=2, tensor=2, zero=1, num_microbatches=4, schedule="zero_bubble", chunks=1)),
-    pytest.param(
+        FP8,
         "llama",
         Layout(sequence=2, tensor=2, data=2, zero=2, num_microbatches=2, strategy="ring", remat="full"),
-        marks=pytest.mark.slow,
+        marks=slow,
     ),
+    (MX, "blocks", Layout(data=2, tensor=2, zero=3)),
+    pytest.param(MX, "blocks", Layout(data=2, tensor=2, zero=3, overlap=True, remat="selective"), marks=slow),
+    pytest.param(MX, "blocks", Layout(pipeline=2, data=2, zero=1, num_microbatches=2, remat="full"), marks=slow),
 ]
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES, ids=str)
-def test_fp8_on_any_mesh_is_near_one_device(model: str, layout: Layout) -> None:
+@pytest.mark.parametrize(("recipe", "model", "layout"), CASES, ids=str)
+def test_fp8_on_any_mesh_is_near_one_device(recipe: Recipe, model: str, layout: Layout) -> None:
     """As near as roundings to 2 bits of mantissa let it; a gradient counted twice or a scale lost would be far off.
 
     What was seen of weights is the same to the bit, and of the first layer's input, which is computed alike.
     """
-    got, want = passed(model, layout, "fp8_current"), passed(model, Layout(), "fp8_current")
+    got, want = passed(model, layout, recipe), passed(model, Layout(), recipe)
     assert got.loss == pytest.approx(want.loss, rel=2e-3)
     assert difference(got, want) < 0.15
     assert {name for name in got.grads if not got.grads[name].any()} == set()
@@ -85,12 +93,14 @@ def test_fp8_on_any_mesh_is_near_one_device(model: str, layout: Layout) -> None:
     assert got.seen["attention/q/x"][0, 0] == want.seen["attention/q/x"][0, 0]
 
 
-def test_recipes_on_one_device_are_near_fp32() -> None:
-    exact = passed("llama", Layout(), "fp32")
-    for recipe, loss, grads in (("fp16", 1e-4, 5e-3), ("fp8_current", 2e-3, 0.2)):
-        got = passed("llama", Layout(), recipe)  # type: ignore[arg-type]
-        assert got.loss == pytest.approx(exact.loss, rel=loss)
-        assert 0 < difference(got, exact) < grads
+@pytest.mark.parametrize(
+    ("recipe", "model", "loss", "grads"),
+    [("fp16", "llama", 1e-4, 5e-3), (FP8, "llama", 2e-3, 0.2), (MX, "blocks", 2e-3, 0.2)],
+)
+def test_recipes_on_one_device_are_near_fp32(recipe: Recipe, model: str, loss: float, grads: float) -> None:
+    exact, got = passed(model, Layout(), "fp32"), passed(model, Layout(), recipe)
+    assert got.loss == pytest.approx(exact.loss, rel=loss)
+    assert 0 < difference(got, exact) < grads
 
 
 # The state
@@ -187,10 +197,28 @@ def problems(*changes: str) -> str:
         (["precision.fp8.amax_history_length=0"], "precision.fp8.amax_history_length = 0: must be at least 1"),
         (["precision.fp8.bf16_products=q,k,v,out,gate,up,down"], "nothing is left"),
         (["precision.recipe=fp16", "precision.fp16.backoff_factor=1"], "must be above 0 and below 1"),
+        (["precision.recipe=mxfp8", "model.num_kv_heads=2"], "num_kv_heads 2 x head_dim 16 / mesh.tensor 2 = 16 is no"),
+        (["precision.recipe=mxfp8", "train.sequence_length=8"], "x 2 halves under train.overlap) = 16 is no multiple"),
+        (["precision.recipe=mxfp8", "mesh.pipeline=2", "pipeline.schedule=zero_bubble"], "are not left for later"),
     ],
 )  # fmt: skip
 def test_what_is_refused(changes: list[str], words: str) -> None:
     assert words in problems(*changes)
+
+
+@pytest.mark.parametrize("kind", DEVICES)
+def test_blocks_are_for_tensor_cores_that_know_them(kind: str) -> None:
+    """CASES 20: refused where XLA would multiply in bf16, naming what has them."""
+    asked = recipes.from_dict({**FITS, "model": {**FITS["model"], "num_kv_heads": 4}, "mesh": {"data": 1}})
+    of = lambda recipe: dataclasses.replace(asked, precision=PrecisionConfig(recipe))
+    cluster = clusters.parse(f"{kind}:1x1")
+    check_layout(of("fp8_current"), cluster)
+    if kind in ("b200", "gb200"):
+        check_layout(of("mxfp8"), cluster)
+    else:
+        with pytest.raises(ConfigError, match=r"know no scales of blocks.*NVIDIA B200, NVIDIA GB200.*fp8_current"):
+            check_layout(of("mxfp8"), cluster)
+    assert len(on_device(of("mxfp8"), "MI300", "gfx942")) == 1
 
 
 def test_what_changes_nothing_is_told() -> None:
@@ -201,5 +229,6 @@ def test_what_changes_nothing_is_told() -> None:
     assert "precision.fp8.algorithm = most_recent changes nothing" in told(
         "precision.recipe=fp8_current", "precision.fp8.algorithm=most_recent"
     )
+    assert "precision.fp8.format = e4m3 changes nothing" in told("precision.recipe=mxfp8", "precision.fp8.format=e4m3")
     assert "precision.fp16 changes nothing" in told("precision.fp16.initial=8")
     assert "precision.fp8.margin = 1 changes nothing" in told("precision.recipe=bf16", "precision.fp8.margin=1")

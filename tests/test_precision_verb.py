@@ -37,6 +37,16 @@ def test_the_worst_is_named(workdir: Path, capsys: pytest.CaptureFixture[str]) -
     assert not re.search(r"(src|href)=", text)
 
 
+def test_blocks_have_no_one_scale_and_clip_their_largest(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = workdir / "precision.jsonl"
+    log.write_text(log.read_text().replace("[448.0, 2.0]", "[null, null]"))
+    assert main(["precision", f"--workdir={workdir}"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("by block") == 2
+    assert "became zero" in said
+    assert "2.0% saturated" not in said
+
+
 def test_json_has_every_number(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["precision", f"--workdir={workdir}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

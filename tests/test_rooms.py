@@ -13,12 +13,12 @@ PACKAGE = Path(__file__).parent.parent / "sharded_train"
 ROOMS = {
     "language": "errors compat gpu_flags mesh sharding params collectives in_order in_place precision schedules",
     "model": "ops models",
-    "step": "optimizer local attending gradients pipeline scaling model_order step calibrate",
+    "step": "optimizer local attending gradients pipeline scaling model_order step",
     "run": "exits config config_values flops config_file mesh_picture equivalence data checkpoint workdir metrics "
     "devices peak recipe recipe_checks recipe_ranges recipe_warnings recipe_pipeline recipe_attention recipe_precision "
-    "noise assemble precision_log precision_verb precision_page train_precision scaling_resumed report "
+    "noise assemble calibrate precision_log precision_verb precision_page train_precision scaling_resumed report "
     "stopping memory begin train evaluate generate show show_pipeline show_tables data_verb data_rows schedule_verb "
-    "schedule_page schedule_picture schedule_remarks rehearse rehearse_verb attention_check "
+    "decode schedule_check schedule_page schedule_picture schedule_remarks rehearse rehearse_verb attention_check "
     "faults launch_verb profiling initial_weights goodput_verb draw bench collectives_verb doctor doctor_verb "
     "checkpoints_verb checkpoints_tables",
     "entry": "launch options verbs __main__",

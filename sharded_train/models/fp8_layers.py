@@ -44,7 +44,9 @@ class Fp8Layers:
         """(branch, weight, tensors that are kept under it)."""
         for branch, names in self.groups:
             for name in names:
-                yield branch, name, ("x", "w", "g") if name == names[0] else ("w", "g")
+                kinds = ("x", "w", "g") if name == names[0] else ("w", "g")
+                # Blocks of a weight lie across its shards, and both ways: no share of it is told.
+                yield branch, name, tuple(k for k in kinds if k != "w" or self.how.scaling != "blocks")
 
     def tensors(self) -> Iterator[tuple[str, str, str]]:
         """(branch, weight, tensor) of all that is scaled."""
@@ -67,7 +69,9 @@ class Fp8Layers:
         """What quantising the weights comes to, once a step."""
         scales = self._scales(layers, scaling)
         seen: Tree = {branch: {} for branch, _ in self.groups}
-        for branch, name, _ in self.entries():
+        for branch, name, kinds in self.entries():
+            if "w" not in kinds:
+                continue
             seen[branch][name] = {"w": observe(layers[branch][name], scales[branch][name].w_scale, self.how.forward)}
         return self.over_mesh(seen)
 
@@ -79,7 +83,7 @@ class Fp8Layers:
             for name in names:
                 known = None if scaling is None else (scaling[branch][names[0]], scaling[branch][name])
                 of = lambda kind, known=known: None if known is None else known[kind != "x"][kind]["scale"]
-                w_scale = of("w") if self.how.scaling == "delayed" else self._current(layers[branch][name])
+                w_scale = self._current(layers[branch][name]) if self.how.scaling == "current" else of("w")
                 scales[branch][name] = Quantised(None, w_scale, of("x"), of("g"), self.how)  # type: ignore[arg-type]
         return scales
 
@@ -97,14 +101,18 @@ class Fp8Layers:
         return jax.tree.map(one, tree)
 
     def _gathered(self, shards: Tree, scales: Tree) -> Tree:
-        """Stored shards -> weights whole over `data`: those of FP8 products move as one byte a number."""
+        """Stored shards -> weights whole over `data`: those of FP8 products move as one byte a number.
+
+        Those to be in blocks move as two: a product forward wants other blocks than one back, together 2.06 bytes.
+        """
         names = self.plan.placements["layers"]
         others = lambda tree: {b: {n: w for n, w in of.items() if n not in scales.get(b, {})} for b, of in tree.items()}
         weights = self.plan.gather(others(shards), others(names), self.compute_dtype)
         with jax.named_scope("gather_weights"):
             for branch, name, _ in self.entries():
                 scaled = scales[branch][name]
-                q = quantise(shards[branch][name], scaled.w_scale, self.how.forward)
+                w, blocks = shards[branch][name], self.how.scaling == "blocks"
+                q = w.astype(self.compute_dtype) if blocks else quantise(w, scaled.w_scale, self.how.forward)
                 weights[branch][name] = scaled.replace(q=collect(q, names[branch][name], self.plan.axes))
         return weights
 

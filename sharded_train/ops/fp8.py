@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharded_train import compat
+from sharded_train.ops import mx
 from sharded_train.ops.dot import dot
 from sharded_train.params import Tree
 from sharded_train.precision.formats import Fp8, current_scale, observe, quantise
@@ -29,10 +30,13 @@ SEEN = 3  # numbers of `formats.observe`
 
 
 class Quantised(flax.struct.PyTreeNode):
-    """A weight in FP8, and its product's scales: fp32, one each or `[layers]`; None: taken from the numbers at hand."""
+    """A weight in FP8, and its product's scales: fp32, one each or `[layers]`; None: taken from the numbers at hand.
+
+    One that is to be quantised in blocks is not yet: it is in the dtype of activations.
+    """
 
     q: jax.Array
-    w_scale: jax.Array
+    w_scale: jax.Array | None
     x_scale: jax.Array | None
     g_scale: jax.Array | None
     how: Fp8 = flax.struct.field(pytree_node=False)
@@ -87,6 +91,9 @@ def product(x: jax.Array, w: Observed, factors: Factors | None = None) -> jax.Ar
     """`x [rows, in] @ w [in, out]`."""
     assert w.w is not None
     x = compat.vary(x, compat.varying_axes(w.w.q, w.g))
+    if w.w.how.scaling == "blocks":
+        assert factors is None, "gradients of products in blocks are not left for later"
+        return mx.product(w.w.how.margin, x, w.w.q, {"grad": w.grad, "g": w.g, "x": w.x})
     slots = {"grad": w.grad, "g": w.g, "x": w.x, "factors": factors}
     return _product(w.w.how, x, w.w, slots)
 
@@ -98,6 +105,7 @@ def _product(how: Fp8, x: jax.Array, w: Quantised, slots: Tree) -> jax.Array:
 
 @jax.named_scope("fp8")
 def _forward(how: Fp8, x: jax.Array, w: Quantised, slots: Tree) -> tuple[jax.Array, Tree]:
+    assert w.w_scale is not None
     scale = _scale(w.x_scale, x, how.forward, how.margin)
     q = quantise(x, scale, how.forward)
     seen = None if slots["x"] is None else observe(x, scale, how.forward)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-Recipe = Literal["fp32", "bf16", "fp16", "fp8_delayed", "fp8_current"]
+Recipe = Literal["fp32", "bf16", "fp16", "fp8_delayed", "fp8_current", "mxfp8"]
 ProductName = Literal["q", "k", "v", "out", "gate", "up", "down"]
 
 
@@ -17,8 +17,10 @@ class Fp8Config:
 
     amax_history_length: int = 16  # steps that fp8_delayed remembers
     algorithm: Literal["max", "most_recent"] = "max"  # of the history, what fp8_delayed scales by
-    margin: int = 0  # scales are 2^margin below what would just fit
-    format: Literal["hybrid", "e4m3"] = "hybrid"  # hybrid: e4m3 forward, e5m2 for gradients; e4m3: for both
+    margin: int = 0  # scales are 2^margin below what would just fit; of mxfp8, its blocks' above
+    format: Literal["hybrid", "e4m3"] = (
+        "hybrid"  # hybrid: e4m3 forward, e5m2 for gradients; e4m3: for both, as mxfp8 always
+    )
     bf16_products: tuple[ProductName, ...] = ()  # of every layer, that stay in bf16
     recalibrate: bool = False  # measure anew at this start what fp8_delayed scales by, in place of a checkpoint's
 
@@ -49,4 +51,4 @@ class PrecisionConfig:
 
     @property
     def is_fp8(self) -> bool:
-        return self.recipe.startswith("fp8")
+        return self.recipe.startswith("fp8") or self.recipe == "mxfp8"

@@ -20,9 +20,11 @@ LEAST, MOST = 2.0**-126, 2.0**126  # scales
 
 @dataclasses.dataclass(frozen=True)
 class Fp8:
-    """How products are quantised. `scaling` says where scales come from: the state, or the numbers at hand."""
+    """How products are quantised. `scaling` says where scales come from: the state, or the numbers at hand, of all of a
+    tensor or of its blocks (`precision.blocks`).
+    """
 
-    scaling: Literal["delayed", "current"]
+    scaling: Literal["delayed", "current", "blocks"]
     forward: jnp.dtype = E4M3
     backward: jnp.dtype = E5M2
     margin: int = 0

@@ -87,9 +87,11 @@ class Cluster:
     def target(self) -> str:
         """What XLA must know of the device to compile for it where there is none: text of a `GpuTargetConfigProto`.
 
-        Without the versions XLA leaves FP8 products in bf16.
+        Without the versions XLA leaves FP8 products in bf16, and those in blocks before cuDNN 9.10 (whose version jax
+        0.10 reads from a field of its own).
         """
         major, minor = self.device.compute_capability.split(".")
+        minor_of_dnn = 10 if int(major) >= 10 else 8
         accelerated = "feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else ""
         return f"""
             gpu_device_info {{
@@ -105,8 +107,9 @@ class Cluster:
               block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
               registers_per_core_limit: 65536 registers_per_block_limit: 65536
               runtime_version: "12.9.0" driver_version: "12.9.0" compile_time_toolkit_version: "12.9.0"
-              dnn_version: "9.8.0"
+              dnn_version: "9.{minor_of_dnn}.0"
             }}
+            dnn_version_info {{ major: 9 minor: {minor_of_dnn} }}
             platform_name: "CUDA"
             device_description_str: "{self.device.name}"
         """

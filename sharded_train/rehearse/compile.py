@@ -26,6 +26,7 @@ from sharded_train.errors import ConfigError
 from sharded_train.mesh import StandIn, layout
 from sharded_train.recipe import Recipe, check, program_on
 from sharded_train.recipe_checks import fits
+from sharded_train.recipe_precision import on_device
 from sharded_train.rehearse import buffers
 from sharded_train.rehearse.buffers import Temporaries
 from sharded_train.rehearse.clusters import Cluster
@@ -117,6 +118,8 @@ def check_compiler() -> None:
 def check_layout(recipe: Recipe, cluster: Cluster) -> None:
     """Raise ConfigError with everything that keeps the recipe off the cluster, without making any device of it."""
     check(recipe, cluster.num_devices)
+    if problems := on_device(recipe, cluster.device.name, cluster.device.compute_capability):
+        raise ConfigError(problems)
     layout(recipe.mesh, stand_ins(cluster), functools.partial(fits, recipe))
 
 

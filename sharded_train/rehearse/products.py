@@ -29,6 +29,7 @@ from sharded_train.rehearse.opcodes import ARITHMETIC, CALLING, PRODUCTS, REDUCT
 from sharded_train.rehearse.scopes import names_of
 
 CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul")  # and "...$f8"
+BLOCK_SCALED = "__cudnn$blockScaledDot"  # [batch, m, k] by [batch, n, k], and their scales
 CUDNN_ATTENTION = "__cudnn$fmha"
 CUSTOM_WITHOUT_FLOPS = ("AllocateBuffer", "CreateBuffer", "Pin", "Unpin", "MoveToHost", "MoveToDevice", "__nop")
 OPTIMIZERS = "sharded_train/optimizer/"  # in the source file, where the text tells it
@@ -219,6 +220,9 @@ def _custom_call(module: Module, computation: Computation, instruction: Instruct
     try:
         if target.startswith(CUBLAS):
             return Work(products=(_cublas(module, computation, instruction, callers),))
+        if target == BLOCK_SCALED:
+            dims = {f"{side}_{kind}": (i,) for side in ("lhs", "rhs") for kind, i in (("contracting", 2), ("batch", 0))}
+            return Work(products=(_product(module, computation, instruction, callers, dims, "cuDNN", "default"),))
         if target.startswith(CUDNN_ATTENTION):
             return Work(products=(_cudnn_attention(computation, instruction, target),))
     except (KeyError, ValueError) as error:

@@ -1,0 +1,63 @@
+"""A weight product in MXFP8: numbers in blocks of 32 along the dim that is contracted, of `precision.blocks`.
+
+    y = [x]_in [w]_in       d_x = [d_y]_out [w]_out^T       d_w = [x]_rows^T [d_y]_rows
+
+where the index says what the blocks lie along. So every factor is quantised twice, each time from the number itself. On
+NVIDIA's Blackwell XLA makes a call of cuDNN of each product; elsewhere dequantised numbers are multiplied in bf16,
+which comes to the same: they are exact in it, and their products in fp32.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharded_train import compat
+from sharded_train.ops.dot import dot
+from sharded_train.params import Tree
+from sharded_train.precision.blocks import Blocks, dequantised, observe, quantised
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def product(margin: int, x: jax.Array, w: jax.Array, slots: Tree) -> jax.Array:
+    """`x [rows, in] @ w [in, out]`; the cotangents of `slots` are the weight's gradient, and what was seen.
+
+    `slots` are zeros: "grad" like the weight, "g" `[1, 3]` and, or None, "x" `[1, 3]`. The weight has no cotangent.
+    """
+    return _forward(margin, x, w, slots)[0]
+
+
+@jax.named_scope("fp8")
+def _forward(margin: int, x: jax.Array, w: jax.Array, slots: Tree) -> tuple[jax.Array, Tree]:
+    y = block_dot(quantised(x, 1, margin), quantised(w, 0, margin), x.dtype)
+    seen = None if slots["x"] is None else observe(x, 1, margin)[None]
+    return y, (quantised(x, 0, margin), w, seen)
+
+
+@jax.named_scope("fp8")
+def _backward(margin: int, saved: Tree, d_y: jax.Array) -> tuple[jax.Array, None, Tree]:
+    x, w, seen = saved
+    d_x = block_dot(quantised(d_y, 1, margin), quantised(w, 1, margin), d_y.dtype)
+    d_w = block_dot(x, quantised(d_y, 0, margin), d_y.dtype)
+    return d_x, None, {"grad": d_w, "g": observe(d_y, 1, margin)[None], "x": seen}
+
+
+product.defvjp(_forward, _backward)
+
+
+def block_dot(a: Blocks, b: Blocks, out_dtype: jnp.dtype) -> jax.Array:
+    """The product of two matrices over the dims that their blocks lie along: `[m, n]`, m being a's other dim."""
+
+    def on_gpu(a: Blocks, b: Blocks) -> jax.Array:
+        a, b = a.along_last(), b.along_last()
+        y = jax.nn.scaled_matmul(a.q[None], b.q[None], a.scale[None], b.scale[None], out_dtype)[0]
+        return compat.vary(y, compat.varying_axes(a.q, b.q))  # which jax.nn forgets
+
+    def emulated(a: Blocks, b: Blocks) -> jax.Array:
+        turn_a, turn_b = a.dim == 0, b.dim == 1
+        return dot(dequantised(a), dequantised(b), transpose_a=turn_a, transpose_b=turn_b, out_dtype=out_dtype)
+
+    return lax.platform_dependent(a, b, cuda=on_gpu, default=emulated)  # type: ignore[no-any-return]
