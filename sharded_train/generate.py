@@ -20,8 +20,8 @@ from sharded_train import workdir as layout
 from sharded_train.checkpoint import Checkpointer
 from sharded_train.collectives import all_max, index_of
 from sharded_train.data.tokenizer import TextTokenizer, load_tokenizer
+from sharded_train.decode import Cache, advance, empty_cache
 from sharded_train.errors import ConfigError
-from sharded_train.models.decode import Cache, advance, empty_cache
 from sharded_train.params import Tree
 from sharded_train.recipe import Recipe
 from sharded_train.step import Program

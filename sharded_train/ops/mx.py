@@ -18,7 +18,8 @@ from jax import lax
 from sharded_train import compat
 from sharded_train.ops.dot import dot
 from sharded_train.params import Tree
-from sharded_train.precision.blocks import Blocks, dequantised, observe, quantised
+from sharded_train.precision.blocks import E8M0, Blocks, dequantised, observe, quantised
+from sharded_train.precision.formats import E4M3
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -34,12 +35,15 @@ def product(margin: int, x: jax.Array, w: jax.Array, slots: Tree) -> jax.Array:
 def _forward(margin: int, x: jax.Array, w: jax.Array, slots: Tree) -> tuple[jax.Array, Tree]:
     y = block_dot(quantised(x, 1, margin), quantised(w, 0, margin), x.dtype)
     seen = None if slots["x"] is None else observe(x, 1, margin)[None]
-    return y, (quantised(x, 0, margin), w, seen)
+    kept = quantised(x, 0, margin)
+    # As bytes: to write one layer into a stack of f8, XLA's CPU back end converts the whole stack.
+    return y, (jax.tree.map(lambda a: lax.bitcast_convert_type(a, jnp.uint8), kept), w, seen)
 
 
 @jax.named_scope("fp8")
 def _backward(margin: int, saved: Tree, d_y: jax.Array) -> tuple[jax.Array, None, Tree]:
-    x, w, seen = saved
+    kept, w, seen = saved
+    x = Blocks(lax.bitcast_convert_type(kept.q, E4M3), lax.bitcast_convert_type(kept.scale, E8M0), kept.dim)
     d_x = block_dot(quantised(d_y, 1, margin), quantised(w, 1, margin), d_y.dtype)
     d_w = block_dot(x, quantised(d_y, 0, margin), d_y.dtype)
     return d_x, None, {"grad": d_w, "g": observe(d_y, 1, margin)[None], "x": seen}

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharded_train.precision.formats import E4M3, largest
+from sharded_train.precision.formats import E4M3, counted, largest
 
 BLOCK = 32
 E8M0 = jnp.dtype(jnp.float8_e8m0fnu)
@@ -58,10 +58,7 @@ def dequantised(x: Blocks) -> jax.Array:
 def observe(x: jax.Array, dim: int, margin: int = 0) -> jax.Array:
     """As `formats.observe` of one tensor: its amax; the shares that saturate and that become zero."""
     size = jnp.abs(x.astype(jnp.float32))
-    scaled = size * _inverse(_exponents(x, dim, margin), dim)
-    lost = (scaled <= float(jnp.finfo(E4M3).smallest_subnormal) / 2) & (size > 0)
-    share = lambda which: which.astype(jnp.float32).mean()
-    return jnp.stack([size.max(), share(scaled > largest(E4M3)), share(lost)])
+    return counted(size, size * _inverse(_exponents(x, dim, margin), dim), E4M3, (0, 1))
 
 
 def _exponents(x: jax.Array, dim: int, margin: int) -> jax.Array:

@@ -73,11 +73,15 @@ def observe(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """
     dims = tuple(range(scale.ndim, x.ndim))
     size = jnp.abs(x.astype(jnp.float32))
-    scaled = size * scale.reshape(scale.shape + (1,) * len(dims))
+    return counted(size, size * scale.reshape(scale.shape + (1,) * len(dims)), dtype, dims)
+
+
+def counted(size: jax.Array, scaled: jax.Array, dtype: jnp.dtype, dims: tuple[int, ...]) -> jax.Array:
+    """The same, from magnitudes in fp32 and these times their scale."""
     lost = (scaled <= float(jnp.finfo(dtype).smallest_subnormal) / 2) & (size > 0)
     counts = [which.astype(jnp.uint32) for which in (scaled > largest(dtype), lost)]
     # In one pass: reductions of their own XLA's CPU back end makes forty times as slow (it splits sums into windows).
     both = lambda a, b: (jnp.maximum(a[0], b[0]), a[1] + b[1], a[2] + b[2])
     amax, *counts = lax.reduce((size, *counts), (jnp.float32(0), jnp.uint32(0), jnp.uint32(0)), both, dims)
-    share = lambda count: count.astype(jnp.float32) / (x.size // max(1, scale.size))
+    share = lambda count: count.astype(jnp.float32) / (size.size // amax.size)
     return jnp.stack([amax, *map(share, counts)], -1)
