@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from sharded_train.models.fp8_layers import found
 from sharded_train.models.stack import SEEN
 from sharded_train.ops.fp8 import Observed, Quantised, one_use
-from sharded_train.ops.linear import Deferred, deferred_gradient, linear
+from sharded_train.ops.linear import Deferred, deferred_gradient, linear, linears
 from sharded_train.precision import Fp8Config, LossScaleConfig, blocks, delayed, loss_scale
 from sharded_train.precision.formats import E4M3, E5M2, LEAST, MOST, Fp8, current_scale, observe, quantise, scale_for
 
@@ -288,6 +288,22 @@ def test_uses_and_deferred_gradients() -> None:
     assert (kept.x.dtype, kept.y.dtype) == (E4M3, E5M2)
     later = deferred_gradient(kept.x, kept, (16, 48))
     assert np.asarray(later) == pytest.approx(np.asarray(now, np.float32), rel=2**-7)
+
+
+def test_weights_of_one_input_share_it() -> None:
+    """One copy of it is kept for the backward pass, a byte a number; its cotangent is the sum of all."""
+    rng = np.random.default_rng(3)
+    draw = lambda *shape: jnp.asarray(rng.integers(-4, 5, shape), BF16)
+    x, weights = draw(32, 16), [ready(draw(16, 16).astype(FP32)) for _ in range(3)]
+    ys, back = jax.vjp(lambda x, *ws: linears(x, ws, [None] * 3), x, *weights)
+    alone = [jax.vjp(linear, x, w) for w in weights]
+    assert [leaf.shape for leaf in jax.tree.leaves(back) if leaf.dtype == jnp.uint8] == [x.shape]
+    d_ys = [draw(32, 16) for _ in range(3)]
+    d_x, *d_ws = back(d_ys)
+    apart = [of_one(d_y) for (_, of_one), d_y in zip(alone, d_ys, strict=True)]
+    assert all((y == one).all() for y, (one, _) in zip(ys, alone, strict=True))
+    assert all((d.grad == one.grad).all() for d, (_, one) in zip(d_ws, apart, strict=True))
+    assert np.asarray(d_x, np.float32) == pytest.approx(sum(np.asarray(d, np.float32) for d, _ in apart), rel=2**-7)
 
 
 def test_a_spike_saturates_and_an_infinity_is_nan() -> None:

@@ -20,7 +20,7 @@ from sharded_train.ops import rope
 from sharded_train.ops.dropout import dropout
 from sharded_train.ops.embedding import lookup, own_rows
 from sharded_train.ops.fp8 import Observed
-from sharded_train.ops.linear import Deferred, linear
+from sharded_train.ops.linear import Deferred, linear, linears
 from sharded_train.ops.norm import layer_norm, rms_norm
 from sharded_train.ops.saved import SAVED
 from sharded_train.params import ParamSpec, Tree, normal, ones, zeros
@@ -204,10 +204,8 @@ def projections(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values of this device's heads: each `[batch, seq, heads, head_dim]`, rotated."""
     kv = {name: _own_kv_heads(config, w[name]) for name in ("k", "v", "k_bias", "v_bias") if name in w}
-    rows, heads = x.reshape(-1, config.d_model), (*x.shape[:2], -1, config.dim_per_head)
-    q = checkpoint_name(linear(rows, w["q"], w.get("q_bias")), SAVED).reshape(heads)
-    k = checkpoint_name(linear(rows, kv["k"], kv.get("k_bias")), SAVED).reshape(heads)
-    v = checkpoint_name(linear(rows, kv["v"], kv.get("v_bias")), SAVED).reshape(heads)
+    ys = _of_one_input(config, x, w | kv, "q", "k", "v")
+    q, k, v = (y.reshape(*x.shape[:2], -1, config.dim_per_head) for y in ys)
     return (q, k, v) if rotations is None else (rope.rotate(q, rotations), rope.rotate(k, rotations), v)
 
 
@@ -234,10 +232,15 @@ def attention_out(config: DecoderConfig, a: jax.Array, w: Tree) -> jax.Array:
 
 def mlp_up(config: DecoderConfig, x: jax.Array, w: Tree) -> tuple[jax.Array, ...]:
     """Column-parallel products: up, and gate where there is one, `[batch, seq, mlp]`."""
-    rows = x.reshape(-1, config.d_model)
     names = ("up", "gate") if config.activation == "swiglu" else ("up",)
-    ups = (checkpoint_name(linear(rows, w[name], w.get(f"{name}_bias")), SAVED) for name in names)
-    return tuple(up.reshape(*x.shape[:2], -1) for up in ups)
+    return tuple(up.reshape(*x.shape[:2], -1) for up in _of_one_input(config, x, w, *names))
+
+
+def _of_one_input(config: DecoderConfig, x: jax.Array, w: Tree, *names: str) -> list[jax.Array]:
+    """Products of activations `[batch, seq, embed]` by the weights of these names, `[batch * seq, out]` each."""
+    rows = x.reshape(-1, config.d_model)
+    ys = linears(rows, [w[name] for name in names], [w.get(f"{name}_bias") for name in names])
+    return [checkpoint_name(y, SAVED) for y in ys]
 
 
 def mlp_down(config: DecoderConfig, ups: tuple[jax.Array, ...], w: Tree) -> jax.Array:

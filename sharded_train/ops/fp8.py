@@ -13,6 +13,7 @@ what is to be maximised.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
@@ -87,56 +88,72 @@ class Factors(flax.struct.PyTreeNode):
     scale: jax.Array | None
 
 
-def product(x: jax.Array, w: Observed, factors: Factors | None = None) -> jax.Array:
-    """`x [rows, in] @ w [in, out]`."""
-    assert w.w is not None
-    x = compat.vary(x, compat.varying_axes(w.w.q, w.g))
-    if w.w.how.scaling == "blocks":
-        assert factors is None, "gradients of products in blocks are not left for later"
-        return mx.product(w.w.how.margin, x, w.w.q, {"grad": w.grad, "g": w.g, "x": w.x})
-    slots = {"grad": w.grad, "g": w.g, "x": w.x, "factors": factors}
-    return _product(w.w.how, x, w.w, slots)
+def products(x: jax.Array, weights: Sequence[tuple[Observed, Factors | None]]) -> list[jax.Array]:
+    """`x [rows, in] @ w [in, out]` of each of the weights: x is quantised once, and kept once for the backward pass."""
+    ws = [w.w for w, _ in weights if w.w is not None]
+    x = compat.vary(x, compat.varying_axes(*(w.q for w in ws), *(w.g for w, _ in weights)))
+    slots: list[Tree] = [{"grad": w.grad, "g": w.g, "x": w.x} for w, _ in weights]
+    if ws[0].how.scaling == "blocks":
+        assert all(factors is None for _, factors in weights), "gradients in blocks are not left for later"
+        return [mx.product(w.how.margin, x, w.q, slot) for w, slot in zip(ws, slots, strict=True)]
+    slots = [{**slot, "factors": factors} for slot, (_, factors) in zip(slots, weights, strict=True)]
+    return _products(ws[0].how, x, ws, slots)  # type: ignore[no-any-return]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(how: Fp8, x: jax.Array, w: Quantised, slots: Tree) -> jax.Array:
-    return _forward(how, x, w, slots)[0]
+def _products(how: Fp8, x: jax.Array, ws: list[Quantised], slots: list[Tree]) -> list[jax.Array]:
+    return _forward(how, x, ws, slots)[0]
 
 
 @jax.named_scope("fp8")
-def _forward(how: Fp8, x: jax.Array, w: Quantised, slots: Tree) -> tuple[jax.Array, Tree]:
-    assert w.w_scale is not None
-    scale = _scale(w.x_scale, x, how.forward, how.margin)
+def _forward(how: Fp8, x: jax.Array, ws: list[Quantised], slots: list[Tree]) -> tuple[list[jax.Array], Tree]:
+    scale = _scale(ws[0].x_scale, x, how.forward, how.margin)  # weights of one input share its scale
     q = quantise(x, scale, how.forward)
-    seen = None if slots["x"] is None else observe(x, scale, how.forward)
-    y = _scaled(dot(q, w.q, out_dtype=x.dtype), 1 / scale * (1 / w.w_scale))
+    seen = observe(x, scale, how.forward) if any(slot["x"] is not None for slot in slots) else None
+    ys = [_scaled(dot(q, w.q, out_dtype=x.dtype), _inverse(scale, w)) for w in ws]
     wanted = jax.tree.map(lambda _: (), slots)  # which there are, without the arrays
     # As bytes: to write one layer into a stack of f8, XLA's CPU back end converts the whole stack.
-    return y, (lax.bitcast_convert_type(q, jnp.uint8), 1 / scale, seen, w, wanted)
+    return ys, (lax.bitcast_convert_type(q, jnp.uint8), 1 / scale, seen, ws, wanted)
 
 
 @jax.named_scope("fp8")
-def _backward(how: Fp8, saved: Tree, d_y: jax.Array) -> tuple[jax.Array, None, Tree]:
-    kept, x_inverse, seen_x, w, wanted = saved
+def _backward(how: Fp8, saved: Tree, d_ys: list[jax.Array]) -> tuple[jax.Array, None, list[Tree]]:
+    kept, x_inverse, seen_x, ws, wanted = saved
     q_x = lax.bitcast_convert_type(kept, how.forward)
+    each = [_back(how, q_x, x_inverse, w, d_y, want) for w, d_y, want in zip(ws, d_ys, wanted, strict=True)]
+    for (_, found), want in zip(each, wanted, strict=True):
+        found["x"] = None if want["x"] is None else seen_x[None]
+    d_x = functools.reduce(jnp.add, (d_x for d_x, _ in each))
+    return d_x.astype(d_ys[0].dtype), None, [found for _, found in each]
+
+
+def _back(
+    how: Fp8, q_x: jax.Array, x_inverse: jax.Array, w: Quantised, d_y: jax.Array, wanted: Tree
+) -> tuple[jax.Array, Tree]:
+    """One weight's part of the cotangent of x, fp32, and the cotangents of its zeros but of what was seen of x."""
     scale = _scale(w.g_scale, d_y, how.backward, how.margin)
-    q_g, seen_g = quantise(d_y, scale, how.backward), observe(d_y, scale, how.backward)
+    q_g, seen = quantise(d_y, scale, how.backward), observe(d_y, scale, how.backward)
     exact = functools.partial(dot, out_dtype=d_y.dtype, precision="highest")
-    d_x = _scaled(exact(q_g, w.q, transpose_b=True), 1 / scale * (1 / w.w_scale))
+    d_x = exact(q_g, w.q, transpose_b=True).astype(jnp.float32) * _inverse(scale, w)
     factor = x_inverse * (1 / scale)
-    found = {"grad": None, "g": seen_g[None], "x": None if seen_x is None else seen_x[None], "factors": None}
+    found: Tree = {"grad": None, "g": seen[None], "factors": None}
     if wanted["grad"] is not None:
         found["grad"] = _scaled(exact(q_x, q_g, transpose_a=True), factor)
     if wanted["factors"] is not None:
         found["factors"] = Factors(None if wanted["factors"].x is None else q_x, q_g, factor)
-    return d_x, None, found
+    return d_x, found
 
 
-_product.defvjp(_forward, _backward)
+_products.defvjp(_forward, _backward)
 
 
 def _scale(known: jax.Array | None, x: jax.Array, dtype: jnp.dtype, margin: int) -> jax.Array:
     return current_scale(jnp.abs(x.astype(jnp.float32)).max(), dtype, margin) if known is None else known
+
+
+def _inverse(scale: jax.Array, w: Quantised) -> jax.Array:
+    assert w.w_scale is not None
+    return 1 / scale * (1 / w.w_scale)
 
 
 def _scaled(x: jax.Array, by: jax.Array) -> jax.Array:

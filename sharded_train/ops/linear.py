@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import flax.struct
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from sharded_train import compat
 from sharded_train.ops import fp8
 from sharded_train.ops.dot import dot
+from sharded_train.params import Tree
 
 
 class Deferred(flax.struct.PyTreeNode):
@@ -46,59 +48,52 @@ def linear(x: jax.Array, w: Weight, bias: jax.Array | None = None) -> jax.Array:
     Where `in` ends is told by x. Rows are all tokens of a batch: XLA's CPU back end multiplies batches of matrices
     several times more slowly than one matrix, and cuBLAS sees one large product.
     """
-    as_matrix = lambda w: w.reshape(x.shape[1], -1)
-    if isinstance(w, fp8.Observed):
-        y = fp8.product(x, w.each(as_matrix))
-        return y if bias is None else y + bias.reshape(-1)
+    return linears(x, [w], [bias])[0]
+
+
+def linears(x: jax.Array, weights: Sequence[Weight], biases: Sequence[jax.Array | None]) -> list[jax.Array]:
+    """The same of several weights that multiply one input: those in FP8 share it quantised."""
+    as_fp8 = {i: both for i, w in enumerate(weights) if (both := _in_fp8(x, w)) is not None}
+    made = dict(zip(as_fp8, fp8.products(x, list(as_fp8.values())), strict=True)) if as_fp8 else {}
+    ys = [made[i] if i in made else _plain(x, w) for i, w in enumerate(weights)]  # type: ignore[arg-type]
+    return [y if bias is None else y + bias.reshape(-1) for y, bias in zip(ys, biases, strict=True)]
+
+
+def _in_fp8(x: jax.Array, w: Weight) -> tuple[fp8.Observed, fp8.Factors | None] | None:
+    """A weight in FP8 as a matrix, and the zeros for what its gradient is made of later; None of another one."""
+    of, factors = (w.w, fp8.Factors(w.x, w.y, w.scale)) if isinstance(w, Deferred) else (w, None)
+    return (of.each(lambda w: w.reshape(x.shape[1], -1)), factors) if isinstance(of, fp8.Observed) else None
+
+
+def _plain(x: jax.Array, w: jax.Array | Deferred) -> jax.Array:
     if isinstance(w, Deferred):
-        if isinstance(w.w, fp8.Observed):
-            y = fp8.product(x, w.w.each(as_matrix), fp8.Factors(w.x, w.y, w.scale))
-        else:
-            matrix = as_matrix(w.w)
-            y = _deferred(compat.vary(x, compat.varying_axes(matrix)), matrix, w.x, w.y)
-        return y if bias is None else y + bias.reshape(-1)
+        matrix = w.w.reshape(x.shape[1], -1)  # type: ignore[union-attr]
+        return _product(compat.vary(x, compat.varying_axes(matrix)), matrix, (w.x, w.y))  # type: ignore[no-any-return]
     split = next(i for i in range(w.ndim) if math.prod(w.shape[:i]) == x.shape[1])
-    y = product(x, w.reshape(x.shape[1], math.prod(w.shape[split:])))
-    return y if bias is None else y + bias.reshape(-1)
+    return product(x, w.reshape(x.shape[1], math.prod(w.shape[split:])))
 
 
 def product(x: jax.Array, w: jax.Array) -> jax.Array:
     """`x [rows, in] @ w [in, out]`, differentiable by both."""
-    return _product(compat.vary(x, compat.varying_axes(w)), compat.vary(w, compat.varying_axes(x)))
+    x, w = compat.vary(x, compat.varying_axes(w)), compat.vary(w, compat.varying_axes(x))
+    return _product(x, w, None)  # type: ignore[no-any-return]
 
 
 @jax.custom_vjp
-def _product(x: jax.Array, w: jax.Array) -> jax.Array:
+def _product(x: jax.Array, w: jax.Array, zeros: Tree) -> jax.Array:
+    """With zeros for x and d_y their cotangents are those, and w has none."""
     return dot(x, w, out_dtype=x.dtype)
 
 
-def _backward(saved: tuple[jax.Array, jax.Array], d_y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, w = saved
-    return dot(d_y, w, transpose_b=True, out_dtype=x.dtype), dot(x, d_y, transpose_a=True, out_dtype=w.dtype)
+def _backward(saved: Tree, d_y: jax.Array) -> tuple[jax.Array, jax.Array | None, Tree]:
+    x, w, wanted = saved
+    d_x = dot(d_y, w, transpose_b=True, out_dtype=x.dtype)
+    if wanted is None:
+        return d_x, dot(x, d_y, transpose_a=True, out_dtype=w.dtype), None
+    return d_x, None, (None if wanted[0] is None else x, d_y)
 
 
-_product.defvjp(lambda x, w: (_product(x, w), (x, w)), _backward)
-
-
-@jax.custom_vjp
-def _deferred(x: jax.Array, w: jax.Array, x_zero: jax.Array | None, y_zero: jax.Array) -> jax.Array:
-    return dot(x, w, out_dtype=x.dtype)
-
-
-def _backward_deferred(
-    saved: tuple[jax.Array, jax.Array, tuple[()] | None], d_y: jax.Array
-) -> tuple[jax.Array, None, jax.Array | None, jax.Array]:
-    x, w, x_wanted = saved
-    return dot(d_y, w, transpose_b=True, out_dtype=x.dtype), None, None if x_wanted is None else x, d_y
-
-
-def _forward_deferred(
-    x: jax.Array, w: jax.Array, x_zero: jax.Array | None, y_zero: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, tuple[()] | None]]:
-    return _deferred(x, w, x_zero, y_zero), (x, w, None if x_zero is None else ())
-
-
-_deferred.defvjp(_forward_deferred, _backward_deferred)
+_product.defvjp(lambda x, w, zeros: (_product(x, w, zeros), (x, w, jax.tree.map(lambda _: (), zeros))), _backward)
 
 
 def deferred_gradient(x: jax.Array, kept: Deferred, shape: tuple[int, ...]) -> jax.Array:
