@@ -112,6 +112,95 @@ def manifest() -> Any:
     return yaml.safe_load((FOLDER / "kubernetes.yaml").read_text())
 
 
+# By hand from the published types of JobSet (jobset.x-k8s.io/v1alpha2, api/jobset/v1alpha2/jobset_types.go) and of
+# Kubernetes' Job and Pod: of the fields that the manifest uses, all types, enums and which are required (a star). The
+# whole schema is in the cluster: `kubectl apply --dry-run=server`; it was run against the published CRD, too.
+NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")  # RFC 1123
+RULE = re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?")  # JobSet refuses others, such as with a hyphen
+ACTIONS = {"FailJobSet", *(f"Restart{what}{how}" for what in ("JobSet", "Job") for how in ("", "AndIgnoreMaxRestarts"))}
+REASONS = {"BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "MaxFailedIndexesExceeded", "PodFailurePolicy"}
+POD = {
+    "restartPolicy*": {"Never", "OnFailure"},
+    "terminationGracePeriodSeconds": int,
+    "containers*": [
+        {
+            "name*": NAME,
+            "image*": str,
+            "command": [str],
+            "args": [str],
+            "resources": {"limits": {"nvidia.com/gpu": int}},
+            "volumeMounts": [{"name*": NAME, "mountPath*": str}],
+        }
+    ],
+    "volumes": [
+        {"name*": NAME, "persistentVolumeClaim": {"claimName*": str}, "emptyDir": {"medium": {"", "Memory"}}},
+    ],
+}
+JOB = {
+    "completionMode": {"Indexed", "NonIndexed"},
+    "parallelism": int,
+    "completions": int,
+    "backoffLimit": int,
+    "podFailurePolicy": {
+        "rules*": [
+            {
+                "action*": {"FailJob", "FailIndex", "Ignore", "Count"},
+                "onExitCodes": {"containerName": NAME, "operator*": {"In", "NotIn"}, "values*": [int]},
+            }
+        ]
+    },
+    "template*": {"spec*": POD},
+}
+JOB_SET = {
+    "apiVersion*": {"jobset.x-k8s.io/v1alpha2"},
+    "kind*": {"JobSet"},
+    "metadata*": {"name*": NAME},
+    "spec*": {
+        "failurePolicy": {
+            "maxRestarts": int,
+            "rules": [{"name*": RULE, "action*": ACTIONS, "onJobFailureReasons": [REASONS]}],
+        },
+        "replicatedJobs*": [{"name*": NAME, "replicas": int, "template*": {"spec*": JOB}}],
+    },
+}
+
+
+def misfits(value: Any, shape: Any, where: str = "") -> list[str]:
+    """What of a manifest is not of a shape: a type, a set of choices, a pattern, a list of one, a dict by names."""
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            return [f"{where}: {value!r} is no group"]
+        inner = {name.rstrip("*"): each for name, each in shape.items()}
+        missing = [name for name in shape if name.endswith("*") and name.rstrip("*") not in value]
+        found = [f"{where}.{name.rstrip('*')}: missing" for name in missing]
+        for name, each in value.items():
+            unknown = [f"{where}.{name}: unknown"]
+            found += misfits(each, inner[name], f"{where}.{name}") if name in inner else unknown
+        return found
+    if isinstance(shape, list):
+        if not isinstance(value, list):
+            return [f"{where}: {value!r} is no list"]
+        return [words for i, each in enumerate(value) for words in misfits(each, shape[0], f"{where}[{i}]")]
+    if isinstance(shape, set):
+        fits = value in shape
+    elif isinstance(shape, re.Pattern):
+        fits = isinstance(value, str) and shape.fullmatch(value) is not None and len(value) <= 63
+    else:
+        fits = type(value) is shape
+    return [] if fits else [f"{where}: {value!r}"]
+
+
+def test_the_manifest_is_a_jobset() -> None:
+    found = manifest()
+    assert misfits(found, JOB_SET) == []
+    found["spec"]["failurePolicy"]["rules"][0]["action"] = "FailJob"
+    job = found["spec"]["replicatedJobs"][0]["template"]["spec"]
+    job["backofLimit"] = job.pop("backoffLimit")
+    job["completions"] = "8"
+    del job["template"]["spec"]["restartPolicy"]
+    assert len(misfits(found, JOB_SET)) == 4
+
+
 def test_the_manifest_counts_hosts_alike_and_uses_what_exists() -> None:
     found = manifest()
     assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
