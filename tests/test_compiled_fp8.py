@@ -45,6 +45,33 @@ CASES = [
         id="down-in-bf16",
         marks=slow,
     ),
+    *(
+        pytest.param(
+            {**TINY, **DELAYED},
+            ["train.overlap=false", f"zero.stage={stage}"],
+            FORWARD + BACKWARD,
+            id=f"zero{stage}",
+            marks=slow,
+        )
+        for stage in (0, 1, 2)
+    ),
+    # The last layer stands by itself, and layers work on two halves: four times as many.
+    pytest.param({**TINY, **DELAYED}, [], 4 * (FORWARD + BACKWARD), id="overlap", marks=slow),
+    *(
+        pytest.param(
+            {**PIPELINE, **DELAYED},
+            [f"pipeline.schedule={schedule}", f"pipeline.num_chunks={chunks}", f"model.num_layers={layers}", *changes],
+            FORWARD + BACKWARD,
+            id="-".join([schedule, *changes]),
+            marks=slow,
+        )
+        for schedule, chunks, layers, changes in (
+            ("gpipe", 1, 3, ()),
+            ("interleaved", 2, 4, ()),
+            ("zero_bubble", 1, 3, ()),
+            ("1f1b", 1, 3, ("zero.stage=3",)),
+        )
+    ),
 ]  # fmt: skip
 
 
@@ -60,6 +87,9 @@ def test_every_product_is_fp8_and_weights_are_gathered_in_it(
     assert found["asked"] == found["in_fp8"] == products
     assert compiled.text.count('custom_call_target="__cublas$lt$matmul$f8"') == found["asked"]
     assert fp8.words(found) == f"FP8: all {found['asked']} of the products that are asked for run in FP8"
+    if asked.mesh.pipeline > 1:  # how often it gathers there is not read from the program
+        assert any("f8e4m3fn" in line and " all-gather" in line for line in compiled.text.splitlines())
+        return
     found_there = collectives_of(compiled)
     gathered = entries([each for each in found_there if each.op == "all-gather" and each.axes == ("data",)])
     if asked.zero.stage == 3:
@@ -68,6 +98,8 @@ def test_every_product_is_fp8_and_weights_are_gathered_in_it(
         assert LAYERS * M <= gathered["f8e4m3fn"] // layer <= 2 * LAYERS * M
         if not asked.precision.fp8.bf16_products:
             assert gathered["bf16"] <= M * (2 * 256 * 256 + 256 + 2 * LAYERS * 2 * 256)  # tables, and gains twice
+    else:
+        assert gathered.get("f8e4m3fn", 0) == (LAYERS * LAYER if asked.zero.stage else 0)
 
 
 @slow

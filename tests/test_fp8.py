@@ -16,6 +16,8 @@ from flax.linen import fp8_ops
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from sharded_train.models.decoder import DecoderConfig, projections
+from sharded_train.models.deferring import defer, deferred_gradients, later
 from sharded_train.models.fp8_layers import found
 from sharded_train.models.stack import SEEN
 from sharded_train.ops.fp8 import Observed, Quantised, one_use
@@ -288,6 +290,46 @@ def test_uses_and_deferred_gradients() -> None:
     assert (kept.x.dtype, kept.y.dtype) == (E4M3, E5M2)
     later = deferred_gradient(kept.x, kept, (16, 48))
     assert np.asarray(later) == pytest.approx(np.asarray(now, np.float32), rel=2**-7)
+
+
+def test_gradients_are_left_for_later_under_scales_that_all_devices_share() -> None:
+    """Traced alone: it was refused, because what is left differs over the mesh, and given scales do not."""
+    w = Quantised(jnp.eye(16).astype(E4M3), number(1), number(1), number(1), Fp8("delayed"))
+    axes = ("data",)
+    mesh = Mesh(np.array(jax.devices()[:2]), axes)
+
+    def local(x: jax.Array) -> Any:
+        deferred = Deferred.of(Observed.of(w, 1, BF16, x=True, axes=axes), 16, 16, x=True, axes=axes)
+        (kept,) = jax.vjp(lambda w: linear(x, w), deferred)[1](x)
+        return deferred_gradient(kept.x, kept, (16, 16))
+
+    gradients = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    assert jax.eval_shape(gradients, jnp.ones((32, 16), BF16)).shape == (32, 16)
+
+
+def test_of_one_input_some_gradients_are_left_for_later_in_bf16() -> None:
+    """q in bf16, k and v in FP8: each sort keeps the input as it multiplied by it."""
+    config = DecoderConfig(d_model=16, num_heads=2, d_ff=16)
+    rng = np.random.default_rng(4)
+    draw = lambda *shape: jnp.asarray(rng.normal(0, 1, shape), BF16)
+    wide, square = (lambda: ready(draw(16, 2, 8).astype(FP32))), (lambda: ready(draw(16, 16).astype(FP32)))
+    attention = {"q": draw(16, 2, 8), "k": wide(), "v": wide(), "out": square()}
+    weights = {"attention": attention, "mlp": {"up": square(), "gate": square(), "down": square()}}
+    x, d_y = draw(1, 16, 16), tuple(draw(1, 16, 2, 8) for _ in range(3))
+
+    is_observed = lambda w: isinstance(w, Observed)
+
+    def local(x: jax.Array, weights: Any, d_y: Any) -> Any:
+        pull = lambda weights: jax.vjp(lambda w: projections(config, x, w["attention"], None), weights)[1](d_y)[0]
+        _, kept = later(config, pull(defer(config, weights, 16, ())))
+        now = {name: getattr(leaf, "grad", leaf) for name, leaf in pull(weights)["attention"].items()}
+        like = jax.tree.map(lambda w: w.grad if isinstance(w, Observed) else w, weights, is_leaf=is_observed)
+        return now, deferred_gradients(config, kept, like)["attention"]
+
+    mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
+    now, after = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P()))(x, weights, d_y)
+    for name in ("q", "k", "v"):
+        assert np.asarray(after[name]) == pytest.approx(np.asarray(now[name], np.float32), rel=2**-7, abs=2**-7), name
 
 
 def test_weights_of_one_input_share_it() -> None:

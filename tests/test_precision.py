@@ -93,6 +93,62 @@ def test_fp8_on_any_mesh_is_near_one_device(recipe: Recipe, model: str, layout: 
     assert got.seen["attention/q/x"][0, 0] == want.seen["attention/q/x"][0, 0]
 
 
+@functools.cache
+def amaxes(layout: Layout) -> dict[str, np.ndarray]:
+    """Of every tensor `[layers]` under scales that are given, so that a device's numbers do not depend on another's."""
+    p = equivalence.program(MODELS["deep"], layout, recipe="fp8_delayed")
+    scales = {"x": 2.0**4, "w": 2.0**4, "g": 2.0**14}
+    fresh = p.fresh_scaling()["layers"]
+    layers = {
+        branch: {
+            name: {kind: {**tensor, "scale": tensor["scale"] * scales[kind]} for kind, tensor in kinds.items()}
+            for name, kinds in leaves.items()
+        }
+        for branch, leaves in fresh.items()
+    }
+    batch = placed(p, hard_batch(p.model))
+    found = jax.jit(p.passes)(equivalence.weights(p), {"layers": layers}, batch, jax.random.key(0))
+    return {name: seen[:, 0] for name, seen in named(p.of_model({"layers": found.seen})["layers"]).items()}
+
+
+MESHES = [
+    Layout(pipeline=2, data=2, zero=1, num_microbatches=2),
+    *(
+        pytest.param(layout, marks=slow)
+        for layout in (
+            Layout(pipeline=2, data=2, zero=0, num_microbatches=4, schedule="gpipe"),
+            Layout(pipeline=2, data=4, zero=2, num_microbatches=2, schedule="interleaved", chunks=2),
+            Layout(pipeline=2, data=2, zero=3, num_microbatches=2, schedule="zero_bubble", chunks=1),
+            Layout(data=8, zero=3, overlap=True),
+            Layout(data=2, tensor=2, zero=0, num_microbatches=2),
+            Layout(data=2, tensor=2, sequence=2, zero=2, strategy="all_gather", overlap=True),
+            Layout(pipeline=2, data=2, tensor=2, zero=3, num_microbatches=2, schedule="interleaved", chunks=2),
+            Layout(pipeline=2, data=2, sequence=2, zero=1, num_microbatches=2, schedule="gpipe", strategy="ring"),
+            Layout(pipeline=2, sequence=2, tensor=2, num_microbatches=2, strategy="ulysses"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("layout", MESHES, ids=str)
+def test_amax_on_any_mesh_is_that_of_one_device(layout: Layout) -> None:
+    """To the bit wherever the numbers are: a maximum has no order.
+
+    They are in all layers over data and pipeline, under every schedule and ZeRO stage. Tensor and sequence add in
+    another order what becomes a layer's output: to the bit are then the weights and the first product's input. All
+    without remat: what it keeps is rounded where XLA would otherwise not.
+    """
+    got, want = amaxes(layout), amaxes(Layout())
+    assert got.keys() == want.keys()
+    assert all((amax > 0).all() for amax in want.values())
+    if layout.tensor == layout.sequence == 1:
+        assert {name for name in got if got[name].tobytes() != want[name].tobytes()} == set()
+    weights = [name for name in got if name.endswith("/w")]
+    assert {name for name in weights if got[name].tobytes() != want[name].tobytes()} == set()
+    assert got["attention/q/x"][0] == want["attention/q/x"][0]
+    assert {n for n in got if got[n] != pytest.approx(want[n], rel=0.25)} == set()
+
+
 @pytest.mark.parametrize(
     ("recipe", "model", "loss", "grads"),
     [("fp16", "llama", 1e-4, 5e-3), (FP8, "llama", 2e-3, 0.2), (MX, "blocks", 2e-3, 0.2)],

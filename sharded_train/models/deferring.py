@@ -6,6 +6,7 @@ import jax
 
 from sharded_train.collectives import axis_size
 from sharded_train.models.decoder import DecoderConfig
+from sharded_train.ops.fp8 import Observed
 from sharded_train.ops.linear import Deferred, deferred_gradient
 from sharded_train.params import Tree
 
@@ -17,10 +18,11 @@ def defer(config: DecoderConfig, weights: Tree, rows: int, axes: tuple[str, ...]
     """
     out = {name: dict(leaves) for name, leaves in weights.items()}
     for branch, names in products(config):
+        first = {isinstance(weights[branch][name], Observed): name for name in reversed(names)}  # in FP8, and not
         for name in names:
             w = weights[branch][name]
             num_in = w.size // config.d_model if name in ("out", "down") else config.d_model
-            out[branch][name] = Deferred.of(w, rows, num_in, x=name == names[0], axes=axes)
+            out[branch][name] = Deferred.of(w, rows, num_in, x=name == first[isinstance(w, Observed)], axes=axes)
     return out
 
 
@@ -37,10 +39,12 @@ def deferred_gradients(config: DecoderConfig, deferred: Tree, like: Tree) -> Tre
     """The gradients that were left for later, fp32, shaped like a layer's weights."""
     out: dict[str, dict[str, jax.Array]] = {branch: {} for branch in deferred}
     for branch, names in products(config):
-        x = deferred[branch][names[0]].x
+        kept = {name: deferred[branch][name] for name in names}
+        inputs = {each.scale is None: each.x for each in kept.values() if each.x is not None}
         with jax.named_scope(branch):
-            for name in names:
-                out[branch][name] = deferred_gradient(x, deferred[branch][name], like[branch][name].shape)
+            for name, each in kept.items():
+                x = inputs[each.scale is None]
+                out[branch][name] = deferred_gradient(x, each, like[branch][name].shape)
     return out
 
 

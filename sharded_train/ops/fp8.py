@@ -135,7 +135,7 @@ def _back(
     q_g, seen = quantise(d_y, scale, how.backward), observe(d_y, scale, how.backward)
     exact = functools.partial(dot, out_dtype=d_y.dtype, precision="highest")
     d_x = exact(q_g, w.q, transpose_b=True).astype(jnp.float32) * _inverse(scale, w)
-    factor = x_inverse * (1 / scale)
+    factor = compat.vary(x_inverse * (1 / scale), compat.varying_axes(q_x, q_g))
     found: Tree = {"grad": None, "g": seen[None], "factors": None}
     if wanted["grad"] is not None:
         found["grad"] = _scaled(exact(q_x, q_g, transpose_a=True), factor)
