@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sharded_train import compat
 from sharded_train.local import Batch, Local, Loss, Microbatch
-from sharded_train.models import stack
-from sharded_train.models.stack import Source
+from sharded_train.models import runs, stack
+from sharded_train.models.runs import Runs
 from sharded_train.params import Tree
 from sharded_train.sharding import Placement, is_placement
 
@@ -38,8 +39,8 @@ class Held(NamedTuple):
     """Weights at hand when a pass begins."""
 
     outer: Tree | None  # those outside the layers; None: to be gathered
-    layers: Source
-    first: Tree | None = None  # the first layer's, where the pass before has left them
+    layers: Runs
+    first: Tree | None = None  # the first layer's of each run, where the pass before has left them
 
 
 class Found(NamedTuple):
@@ -120,7 +121,7 @@ class _Passes:
     def gathering_always(self, microbatches: Microbatch) -> tuple[jax.Array, Tree]:
         """ZeRO 3. Where weights are fetched ahead a pass ends with those that the next one begins with."""
         layers = self._layers()
-        held = Held(None, layers, layers.at(0) if layers.ahead else None)
+        held = Held(None, layers, tuple(run.at(0) for run in layers) if layers[0].ahead else None)
         return self._many(held, settled_zeros(self.local), microbatches, settle=True)
 
     def gathering_before(self, microbatches: Microbatch) -> tuple[jax.Array, Tree]:
@@ -142,15 +143,18 @@ class _Passes:
             rest, grads = self._many(held, grads, _at(microbatches, slice(1, m)), settle=True)
             return first + rest, grads
         first, held, sums = self._one(held, local_zeros(self.local), _at(microbatches, 0), keep=True, settle=False)
-        plain = held._replace(layers=dataclasses.replace(held.layers, last_alone=False))
+        plain = held._replace(layers=tuple(dataclasses.replace(run, last_alone=False) for run in held.layers))
         middle, sums = self._many(plain, sums, _at(microbatches, slice(1, m - 1)), settle=False)
         # Else the last pass could go forward before the others are done, two passes' activations being there at once.
         microbatch, _ = lax.optimization_barrier((_at(microbatches, m - 1), middle))
         last, _, grads = self._one(held, grads, microbatch, settle=True, before=sums)
         return first + middle + last, grads
 
-    def _layers(self, *, whole: bool = False) -> Source:
-        return self.local.train_layers(self.shards, layers_of(self.scaling), self.rows, whole=whole)
+    def _layers(self, *, whole: bool = False) -> Runs:
+        local, num_layers = self.local, self.local.model.num_layers
+        spans = runs.spans_of(np.zeros((1, 1), int), np.full((1, 1), num_layers), num_layers, local.bf16_ends)
+        found = local.train_layers(self.shards, layers_of(self.scaling), self.rows, spans, whole=whole)
+        return tuple(runs.of_chunk(run, 0, 0) for run in found)
 
     def _many(self, held: Held, sums: Tree, microbatches: Microbatch, *, settle: bool) -> tuple[jax.Array, Tree]:
         """Equal passes one after another, as many as there are microbatches, their gradients added to `sums`."""
@@ -187,8 +191,8 @@ class _Passes:
         outer = local.outer(self.shards) if held.outer is None else held.outer
         x, embed_back = jax.vjp(lambda w: local.embed(w, rows, ctx), outer)
         with jax.named_scope("layers"):
-            room = held.layers.room() if keep else None
-            up = stack.forward(block, held.layers, x, ctx, first=held.first, keep=room)
+            room = tuple(run.room() for run in held.layers) if keep else None
+            up = runs.forward(block, held.layers, x, ctx, first=held.first, keep=room)
 
         def mean(y: jax.Array, outer: Tree) -> tuple[jax.Array, jax.Array]:
             objective, nll = local.head(outer, y, rows)
@@ -197,12 +201,13 @@ class _Passes:
         (_, nll), (d_y, d_outer) = jax.value_and_grad(mean, argnums=(0, 1), has_aux=True)(up.y, outer)
         early = {name: d_outer[name] for name in local.settled_early}
         if up.whole is not None:
-            there = dataclasses.replace(held.layers, stacked=up.whole, fetch=lambda weights: weights, ahead=False)
-            held = held._replace(layers=there)
+            at_hand: Any = {"fetch": lambda weights: weights, "ahead": False, "start": 0}
+            kept = zip(held.layers, up.whole, strict=True)
+            held = held._replace(layers=tuple(dataclasses.replace(run, stacked=w, **at_hand) for run, w in kept))
         with jax.named_scope("layers"):
             collect = self._collect_layer(settle, before)
             beside = self._collect_outer(settle, before, float32(early))
-            down = stack.backward(
+            down = runs.backward(
                 block, held.layers, up.saved, d_y, ctx, collect, sums["layers"], last=up.last, beside=beside
             )
         (d_embed,) = embed_back(down.d_x)
@@ -219,7 +224,7 @@ class _Passes:
 
         def collect(grads: Tree, layer: jax.Array) -> tuple[Tree, None]:
             if before is not None:
-                grads = add(stack.layer_of(before["layers"], layer), grads)
+                grads = add(stack.layer_of({name: before["layers"][name] for name in grads}, layer), grads)
             return plan.settle(grads, stack.layer_of(shards, layer), plan.placements["layers"]), None
 
         return collect

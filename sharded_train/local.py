@@ -20,7 +20,8 @@ from sharded_train import compat
 from sharded_train.collectives import TensorParallel, axis_index, index_of
 from sharded_train.models import decoder, stack
 from sharded_train.models.block import Block, Remat, block_of, in_halves, rematerialized
-from sharded_train.models.fp8_layers import Fp8Layers
+from sharded_train.models.fp8_layers import STAGES, Fp8Layers
+from sharded_train.models.runs import Runs, Spans
 from sharded_train.models.stack import Source
 from sharded_train.ops import zigzag
 from sharded_train.ops.loss import cross_entropy
@@ -150,14 +151,27 @@ class Local:
         return Source(self.plan.gather(shards["layers"], self.plan.placements["layers"], self.compute_dtype))
 
     def train_layers(
-        self, shards: Tree, scaling: Tree, rows: int, *, whole: bool = False, halves: bool = True
-    ) -> Source:
-        """The same for training on so many rows at once: in FP8 where the recipe says so, by the state's scales."""
-        if self.fp8 is None:
-            return self.whole_layers(shards) if whole else self.layers(shards)
-        uses = 2 if halves and self.in_halves(rows) else 1
-        source = self.fp8.source(shards["layers"], scaling, uses, whole=whole)
-        return source if whole else self._ahead(source)
+        self, shards: Tree, scaling: Tree, rows: int, spans: Spans, *, whole: bool = False, halves: bool = True
+    ) -> Runs:
+        """The same for training on so many rows at once, in runs, see `runs.of_chunk`: in FP8 where the recipe says so, by
+        the state's scales.
+        """
+        found = []
+        for span in spans:
+            taken = functools.partial(span.taken, stage=axis_index(STAGES)) if whole else lambda layers: layers
+            if self.fp8 is not None and span.in_fp8:
+                uses = 2 if halves and self.in_halves(rows) else 1
+                source = self.fp8.source(shards["layers"], scaling, uses, taken if whole else None)
+                source = source if whole else self._ahead(source)
+            else:
+                source = (self.whole_layers if whole else self.layers)({"layers": taken(shards["layers"])})
+            found.append(span.over(source, taken=whole))
+        return tuple(found)
+
+    @property
+    def bf16_ends(self) -> tuple[int, int]:
+        """How many of the first and of the last layers are not in FP8, under a recipe that is."""
+        return (0, 0) if self.fp8 is None else self.fp8.bf16_ends
 
     def _ahead(self, source: Source) -> Source:
         several = self.streams and self.model.num_layers > 1  # a single one has no neighbour to hide behind

@@ -46,7 +46,7 @@ def moved_on(precision: PrecisionConfig, fp8: Fp8Layers | None, scaling: Tree, s
     assert fp8 is not None
     layers: Tree = {branch: {} for branch, _ in fp8.groups}
     for branch, name, kind in fp8.tensors():
-        now, amax = scaling["layers"][branch][name][kind], seen[branch][name][kind][:, 0]
+        now, amax = scaling["layers"][branch][name][kind], jnp.where(fp8.there, seen[branch][name][kind][:, 0], 0)
         later = delayed.moved_on(now, amax, dtype_of(fp8.how, kind), precision.fp8)
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), later, now)
         layers[branch].setdefault(name, {})[kind] = kept
@@ -59,7 +59,10 @@ def dtype_of(how: Fp8, kind: str) -> jnp.dtype:
 
 
 def told(fp8: Fp8Layers, scaling: Tree, seen: Tree) -> dict[str, jax.Array]:
-    """What a step tells of each tensor, by "branch/weight/kind": `[layers, 4]`, what was seen and the scale."""
+    """What a step tells of each tensor, by "branch/weight/kind": `[layers, 4]`, what was seen and the scale.
+
+    NaN of layers that are not in FP8.
+    """
     found = {}
     for branch, name, kind in fp8.tensors():
         numbers = seen[branch][name][kind]
@@ -69,5 +72,6 @@ def told(fp8: Fp8Layers, scaling: Tree, seen: Tree) -> dict[str, jax.Array]:
             scale = current_scale(numbers[:, 0], dtype_of(fp8.how, kind), fp8.how.margin)
         else:
             scale = scaling["layers"][branch][name][kind]["scale"]
-        found[f"{branch}/{name}/{kind}"] = jnp.concatenate([numbers, scale[:, None]], 1)
+        told = jnp.concatenate([numbers, scale[:, None]], 1)
+        found[f"{branch}/{name}/{kind}"] = jnp.where(fp8.there[:, None], told, jnp.nan)
     return found

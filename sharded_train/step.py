@@ -100,8 +100,9 @@ class Program(ModelOrder):
     @functools.cached_property
     def fp8(self) -> Fp8Layers | None:
         """The products that train in FP8; None under other recipes."""
-        how, without = fp8_of(self.precision), self.precision.fp8.bf16_products
-        return None if how is None else fp8_layers(self.model, self.plan, how, self.precision.compute_dtype, without)
+        how = fp8_of(self.precision)
+        order = range(self.model.num_layers) if self.pipe is None else self.pipe.order.tolist()
+        return None if how is None else fp8_layers(self.model, self.plan, how, self.precision, order)
 
     @property
     def platform(self) -> str:

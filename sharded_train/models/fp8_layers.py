@@ -7,7 +7,7 @@ seen of it found, under the first weight of its group.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from sharded_train.ops import fp8
 from sharded_train.ops.fp8 import Observed, Quantised
 from sharded_train.ops.linear import Deferred
 from sharded_train.params import Tree
+from sharded_train.precision import PrecisionConfig
 from sharded_train.precision.formats import Fp8, current_scale, observe, quantise
 from sharded_train.sharding import Plan, collect
 
@@ -39,6 +40,14 @@ class Fp8Layers:
     groups: tuple[tuple[str, tuple[str, ...]], ...]  # (branch, weights of one input)
     plan: Plan
     compute_dtype: jnp.dtype
+    bf16_ends: tuple[int, int]  # so many of the first and of the last layers are not in FP8
+    order: tuple[int, ...]  # which layer of the model is at each place of the state's, -1 for padding
+
+    @property
+    def there(self) -> jax.Array:
+        """Which of the state's layers are in FP8."""
+        first, last = self.bf16_ends
+        return jnp.array([first <= number <= max(self.order) - last for number in self.order])
 
     def entries(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """(branch, weight, tensors that are kept under it)."""
@@ -55,14 +64,17 @@ class Fp8Layers:
 
     # ---- weights --------------------------------------------------------------------------------------------------
 
-    def source(self, layers: Tree, scaling: Tree | None, uses: int, *, whole: bool = False) -> Source:
-        """The layers' weights from their stored shards `[layers, ...]`, each gathered when it is fetched, or all now.
+    def source(
+        self, layers: Tree, scaling: Tree | None, uses: int, taken: Callable[[Tree], Tree] | None = None
+    ) -> Source:
+        """The layers' weights from their stored shards `[layers, ...]`, each gathered when it is fetched, or now those
+        that are `taken`.
 
         `uses`: how often a block multiplies by each.
         """
         stacked = (layers, self._scales(layers, scaling))
         fetch = lambda layer: self._gathered(*layer)
-        source = Source(fetch(stacked)) if whole else Source(stacked, fetch)
+        source = Source(stacked, fetch) if taken is None else Source(fetch(taken(stacked)))
         return dataclasses.replace(source, ready=lambda weights: self._ready(weights, uses), grads=found)
 
     def weights_seen(self, layers: Tree, scaling: Tree | None) -> Tree:
@@ -138,11 +150,13 @@ class Fp8Layers:
 
 
 def fp8_layers(
-    model: DecoderConfig, plan: Plan, how: Fp8, compute_dtype: jnp.dtype, without: tuple[str, ...]
+    model: DecoderConfig, plan: Plan, how: Fp8, precision: PrecisionConfig, order: Sequence[int]
 ) -> Fp8Layers:
-    """All products of a layer but those `without`."""
+    """All products of a layer but those that stay in bf16."""
+    without, ends = precision.fp8.bf16_products, precision.fp8.bf16_layers
     ours = ((branch, tuple(n for n in names if n not in without)) for branch, names in groups(model))
-    return Fp8Layers(how, tuple((branch, names) for branch, names in ours if names), plan, compute_dtype)
+    inputs = tuple((branch, names) for branch, names in ours if names)
+    return Fp8Layers(how, inputs, plan, precision.compute_dtype, (ends.first, ends.last), tuple(order))
 
 
 def found(cotangents: Tree) -> Tree:

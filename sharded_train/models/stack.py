@@ -51,7 +51,8 @@ class Source:
     `last_alone` the last layer stands outside of the loop, so that what the head communicates can hide behind it.
 
     A pass over some of the layers only says which: `depth` of them from `start` on, the first of which is number
-    `first` of the model, and of which only `count` are there, the rest being padding that is passed over.
+    `first` of the model and lies at `place` of what gradients are summed in, and of which only `count` are there, the
+    rest being padding that is passed over.
     """
 
     stacked: Tree
@@ -61,6 +62,7 @@ class Source:
     ahead: bool = False
     last_alone: bool = False
     start: jax.Array | int = 0
+    place: jax.Array | int = 0
     first: jax.Array | int = 0
     depth: int | None = None  # None: all of `stacked`
     count: jax.Array | None = None  # None: depth
@@ -163,7 +165,7 @@ def backward_weights(source: Source, kept: Tree, collect: Collect, sums: Tree) -
 
     def step(sums: Tree, now: Any) -> tuple[Tree, None]:
         layer, kept = now
-        here = lambda sums: add_at(sums, collect(kept, source.start + layer)[0], source.start + layer)
+        here = lambda sums: add_at(sums, collect(kept, source.place + layer)[0], source.place + layer)
         return here(sums) if source.count is None else in_place_if(layer < source.count, here, sums), None
 
     return lax.scan(step, sums, (jnp.arange(source.num_layers), kept))[0]
@@ -203,7 +205,10 @@ def _upwards(
         state, saved = step(state, layer)
         return (state, jax.tree.map(lambda b, x: lax.dynamic_update_index_in_dim(b, x, layer, 0), below, saved)), None
 
-    ((carry, weights), below), _ = lax.scan(step_into, ((carry, first), below), jnp.arange(top))
+    state: Any = ((carry, first), below)
+    if top:  # a run of layers may be of one
+        state, _ = lax.scan(step_into, state, jnp.arange(top))
+    (carry, weights), below = state
     if not source.ahead:
         weights = source.at(top)
     carry, saved = visit(carry, weights, jnp.int32(top))
@@ -230,8 +235,8 @@ def _downwards(
 
     def visit(carry: tuple[jax.Array, Tree], layer: jax.Array, saved: list[jax.Array]) -> tuple[Any, Tree]:
         d_x, d_weights = pull(carry[0], source.at(layer), layer, saved, None)
-        summed, kept = collect(d_weights, source.start + layer)
-        return (d_x, add_at(carry[1], summed, source.start + layer)), kept
+        summed, kept = collect(d_weights, source.place + layer)
+        return (d_x, add_at(carry[1], summed, source.place + layer)), kept
 
     def step(carry: tuple[jax.Array, Tree], now: tuple[jax.Array, list[jax.Array]]) -> tuple[Any, Tree]:
         if source.count is None:
@@ -265,15 +270,18 @@ def _downwards_ahead(
     def step(carry: Any, now: tuple[jax.Array, list[jax.Array]]) -> tuple[Any, None]:
         (d_x, above, sums, weights), (layer, saved) = carry, now
         following = source.at(jnp.maximum(layer - 1, 0)) if source.ahead else None
-        summed, _ = collect(above, source.start + layer + 1)
+        summed, _ = collect(above, source.place + layer + 1)
         here = weights if source.ahead else source.at(layer)
         d_x, d_weights = pull(d_x, here, layer, saved, (following, summed))
-        return (d_x, d_weights, add_at(sums, summed, source.start + layer + 1), following), None
+        return (d_x, d_weights, add_at(sums, summed, source.place + layer + 1), following), None
 
-    (d_x, above, sums, first), _ = lax.scan(step, (d_x, above, sums, first), (jnp.arange(top), below), reverse=True)
-    summed, kept = collect(above, jnp.int32(source.start))
+    state = (d_x, above, sums, first)
+    if top:
+        state, _ = lax.scan(step, state, (jnp.arange(top), below), reverse=True)
+    d_x, above, sums, first = state
+    summed, kept = collect(above, jnp.int32(source.place))
     assert kept is None, "what is left for later has no place beside layers that are fetched ahead"
-    return Backward(d_x, add_at(sums, summed, jnp.int32(source.start)), None, first)
+    return Backward(d_x, add_at(sums, summed, jnp.int32(source.place)), None, first)
 
 
 def _vjp(

@@ -36,8 +36,9 @@ from sharded_train.gradients import (
 )
 from sharded_train.in_place import in_place_if
 from sharded_train.local import Batch, Local, Loss, Microbatch, outside_layers
-from sharded_train.models import deferring, stack
+from sharded_train.models import deferring, runs, stack
 from sharded_train.models.block import Block
+from sharded_train.models.runs import Runs
 from sharded_train.models.stack import Source
 from sharded_train.params import Tree
 from sharded_train.pipeline.stages import Pipeline
@@ -73,7 +74,8 @@ def loss_and_grads(local: Local, pipe: Pipeline, shards: Tree, scaling: Tree, ba
 def loss(local: Local, pipe: Pipeline, shards: Tree, batch: Batch) -> Loss:
     """As `Local.loss`: the forward half of the same table."""
     num_tokens = local.num_targets(batch)
-    layers = local.layers(shards) if local.plan.zero.stage == 3 else local.whole_layers(shards)
+    source = local.layers(shards) if local.plan.zero.stage == 3 else local.whole_layers(shards)
+    layers = tuple(span.over(source, taken=True) for span in pipe.spans((0, 0)))
     stage = _Stage.of(local, pipe, shards, layers, batch, None, jnp.maximum(num_tokens, 1))
     x = stage.nothing()
 
@@ -84,7 +86,7 @@ def loss(local: Local, pipe: Pipeline, shards: Tree, batch: Batch) -> Loss:
         def forward() -> tuple[jax.Array, jax.Array]:
             work = stage.work(now.forward)
             x = stage.input_of(work, inputs, now.forward_input)
-            y = stack.run(stage.block, work.layers, x, work.context)
+            y = stack.run(stage.block, work.layers[0], x, work.context)
             one = lambda: local.head(stage.outer, y, work.microbatch.rows)[1]
             return y, lax.cond(work.last, one, lambda: compat.zeros_like(one))
 
@@ -97,15 +99,18 @@ def loss(local: Local, pipe: Pipeline, shards: Tree, batch: Batch) -> Loss:
     return Loss(local.over_tokens(lax.psum(nll, AXIS)), num_tokens)
 
 
-def _train_layers(local: Local, pipe: Pipeline, shards: Tree, scaling: Tree, batch: Batch) -> Source:
+def _train_layers(local: Local, pipe: Pipeline, shards: Tree, scaling: Tree, batch: Batch) -> Runs:
     """The layers' weights, those whose gradients wait made ready for that."""
-    rows = batch.tokens.shape[0] // local.train.num_microbatches
-    layers = local.train_layers(shards, scaling, rows, whole=local.plan.zero.stage < 3, halves=not pipe.defers)
-    if not pipe.defers:
-        return layers
-    ready, tokens = layers.ready, rows * batch.tokens.shape[1]
-    defer = lambda w: deferring.defer(local.model, ready(w), tokens, local.plan.axes)
-    return dataclasses.replace(layers, ready=defer)
+    rows, whole = batch.tokens.shape[0] // local.train.num_microbatches, local.plan.zero.stage < 3
+    spans = pipe.spans(local.bf16_ends)
+    layers = local.train_layers(shards, scaling, rows, spans, whole=whole, halves=not pipe.defers)
+
+    def deferring_(run: Source) -> Source:
+        tokens = rows * batch.tokens.shape[1]
+        defer = lambda w: deferring.defer(local.model, run.ready(w), tokens, local.plan.axes)
+        return dataclasses.replace(run, ready=defer)
+
+    return tuple(map(deferring_, layers)) if pipe.defers else layers
 
 
 class Work(NamedTuple):
@@ -113,7 +118,7 @@ class Work(NamedTuple):
 
     microbatch: Microbatch
     context: Any
-    layers: Source
+    layers: Runs
     first: jax.Array  # whether it is the model's first chunk
     last: jax.Array
 
@@ -126,7 +131,7 @@ class _Stage:
     pipe: Pipeline
     shards: Tree
     outer: Tree  # gathered
-    layers: Source  # all chunks of this stage
+    layers: Runs  # placed; all chunks of this stage
     microbatches: Microbatch  # [microbatch, ...]
     key: jax.Array | None
     divisor: jax.Array  # of the sum over tokens, see `gradients.divisor`
@@ -138,7 +143,7 @@ class _Stage:
         local: Local,
         pipe: Pipeline,
         shards: Tree,
-        layers: Source,
+        layers: Runs,
         batch: Batch,
         key: jax.Array | None,
         divisor: jax.Array,
@@ -146,7 +151,7 @@ class _Stage:
         m = local.train.num_microbatches
         microbatches = Microbatch(batch, local.token_numbers(batch))
         microbatches = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:]), microbatches)
-        layers = dataclasses.replace(layers, ahead=False, last_alone=False)
+        layers = tuple(dataclasses.replace(run, ahead=False, last_alone=False) for run in layers)
         outer = local.outer(shards)
         return cls(local, pipe, shards, outer, layers, microbatches, key, divisor, axis_index(AXIS))
 
@@ -212,16 +217,7 @@ class _Stage:
         pipe, v = self.pipe, self.pipe.num_chunks
         chunk = item % v
         microbatch = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, item // v, 0, False), self.microbatches)
-        counts = self.pipe.split.layers  # [stage, chunk]
-        number = np.maximum(pipe.order.reshape(pipe.num_stages, v, -1)[:, :, 0], 0)
-        here = lambda table: jnp.asarray(table, jnp.int32)[self.number, chunk]
-        layers = dataclasses.replace(
-            self.layers,
-            start=chunk * pipe.chunk_layers,
-            first=here(number),
-            depth=pipe.chunk_layers,
-            count=here(counts) if pipe.padded else None,
-        )
+        layers = tuple(runs.of_chunk(run, self.number, chunk) for run in self.layers)
         first, last = (self.number == 0) & (chunk == 0), (self.number == pipe.num_stages - 1) & (chunk == v - 1)
         return Work(microbatch, self.local.context(microbatch, self.key), layers, first, last)
 
@@ -235,7 +231,7 @@ class _Stage:
         work = self.work(item)
         x = self.input_of(work, inputs, slot)
         with jax.named_scope("layers"):
-            up = stack.forward(self.block, work.layers, x, work.context)
+            up = runs.forward(self.block, work.layers, x, work.context)
         return up.y, (up.saved, up.y)
 
     def backward(
@@ -259,7 +255,7 @@ class _Stage:
         received = get(cotangents, now.backward_cotangent)
         d_y, outside, nll = in_place_if(work.last, head, (received, outside, nll))
         with jax.named_scope("layers"):
-            down = stack.backward(self.block, work.layers, kept, d_y, work.context, self.collect, sums["layers"])
+            down = runs.backward(self.block, work.layers, kept, d_y, work.context, self.collect, sums["layers"])
 
         def embed_back(outside: Tree) -> Tree:
             embed = lambda outer: local.embed(outer, work.microbatch.rows, work.context)
@@ -281,7 +277,7 @@ class _Stage:
             return self.summed(deferring.deferred_gradients(model, kept, like), place), None
 
         with jax.named_scope("weights_later"):
-            return {**sums, "layers": stack.backward_weights(layers, kept, collect, sums["layers"])}
+            return {**sums, "layers": runs.backward_weights(layers, kept, collect, sums["layers"])}
 
     def collect(self, grads: Tree, place: jax.Array) -> tuple[Tree, Tree]:
         """What is summed of one layer's gradients, and what is left for later."""

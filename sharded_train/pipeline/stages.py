@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sharded_train.models.runs import Spans, spans_of
 from sharded_train.ops.attention import Windows, pairs_seen
 from sharded_train.params import ParamSpec, Tree, named_leaves, tree_map
 from sharded_train.schedules.build import default_chunks, make
@@ -85,6 +86,11 @@ class Pipeline:
     def in_model_order(self) -> bool:
         """Whether the state lies as the model has it, so that nothing needs to be moved."""
         return not self.padded and bool((self.order == np.arange(len(self.order))).all())
+
+    def spans(self, ends: tuple[int, int]) -> Spans:
+        """The runs of its layers, see `models.runs`."""
+        number = np.maximum(self.order.reshape(self.num_stages, self.num_chunks, -1)[:, :, 0], 0)
+        return spans_of(number, self.split.layers, self.chunk_layers, ends)
 
     def staged_specs(self, specs: Tree) -> Tree:
         """The parameters with their layers in the order of the stages, padding included."""

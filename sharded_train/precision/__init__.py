@@ -12,6 +12,14 @@ ProductName = Literal["q", "k", "v", "out", "gate", "up", "down"]
 
 
 @dataclasses.dataclass(frozen=True)
+class Bf16Layers:
+    """Layers that stay in bf16: the gradients of the last, and what the first make of the embedding, range widest."""
+
+    first: int = 0  # so many
+    last: int = 0  # so many
+
+
+@dataclasses.dataclass(frozen=True)
 class Fp8Config:
     """How the layers' weight products run in FP8; all else is bf16: embedding, head, norms, scores of attention."""
 
@@ -22,6 +30,7 @@ class Fp8Config:
         "hybrid"  # hybrid: e4m3 forward, e5m2 for gradients; e4m3: for both, as mxfp8 always
     )
     bf16_products: tuple[ProductName, ...] = ()  # of every layer, that stay in bf16
+    bf16_layers: Bf16Layers = dataclasses.field(default_factory=Bf16Layers)  # that stay in bf16 whole
     recalibrate: bool = False  # measure anew at this start what fp8_delayed scales by, in place of a checkpoint's
 
 
