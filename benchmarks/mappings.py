@@ -24,7 +24,8 @@ from rich.console import Console
 
 from sharded_train import launch
 from sharded_train.flops import flops_of
-from sharded_train.mesh import hosts_of, resolve_sizes
+from sharded_train.links import hosts_of
+from sharded_train.mesh import resolve_sizes
 from sharded_train.recipe import Recipe, load
 from sharded_train.rehearse import clusters, hlo, timeline
 from sharded_train.rehearse.clusters import Cluster

@@ -51,7 +51,8 @@ def section(cls: type, key: str, default: Any) -> Iterator[str]:
         items, members = item_groups(hint), groups(hint)
         if items or members:
             inner.append(((items or members)[0], f"{path}.N" if items else path))
-            kind = f"a tuple of groups, `{path}.0` the first" if items else "a group of options, or None"
+            none = ", or None" if type(None) in typing.get_args(hint) else ""
+            kind = f"a tuple of groups, `{path}.0` the first" if items else f"a group of options{none}"
         else:
             kind = wanted(hint)
         yield f"| `{path}` | {cell(kind)} | {cell(shown(value))} | {cell(said[name])} |\n"
@@ -65,6 +66,8 @@ def options(cls: type, default: Any) -> Iterator[tuple[str, Any, Any]]:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         value = field.default if default is None else getattr(default, field.name)
+        if value is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
         yield field.name, hints[field.name], value
 
 

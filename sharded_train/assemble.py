@@ -112,7 +112,10 @@ def resume(
     accept = lambda path, record: _check_data(path, record, data, other_data)
     step, state, record = checkpointer.resume(choice, scaling_resumed.wanted(program), accept)
     _check_step(checkpointer, step, state)
-    return Resumed(step, scaling_resumed.taken_up(program, state), record)
+    state = scaling_resumed.taken_up(program, state)
+    if step:
+        scaling_resumed.check_seen(program, state, checkpointer.path(step))
+    return Resumed(step, state, record)
 
 
 def restore(

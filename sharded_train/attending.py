@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from sharded_train.links import Link
 from sharded_train.local import AttentionConfig
-from sharded_train.mesh import Link
 from sharded_train.models.decoder import Attend, DecoderConfig
 from sharded_train.ops import attention as ops
 from sharded_train.ops.context import context_attention

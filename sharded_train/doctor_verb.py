@@ -21,7 +21,7 @@ from sharded_train import compat
 from sharded_train.doctor import between, machine, software
 from sharded_train.doctor.finding import Finding
 from sharded_train.exits import Exit
-from sharded_train.mesh import hosts_of
+from sharded_train.links import hosts_of
 from sharded_train.recipe import Recipe
 from sharded_train.show import FP32, describe
 from sharded_train.show_tables import WIDTH

@@ -153,8 +153,8 @@ class Local:
     def train_layers(
         self, shards: Tree, scaling: Tree, rows: int, spans: Spans, *, whole: bool = False, halves: bool = True
     ) -> Runs:
-        """The same for training on so many rows at once, in runs, see `runs.of_chunk`: in FP8 where the recipe says so, by
-        the state's scales.
+        """The same for training on so many rows at once, in runs, see `runs.of_chunk`: in FP8 where the recipe says so,
+        by the state's scales.
         """
         found = []
         for span in spans:

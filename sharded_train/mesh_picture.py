@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from sharded_train.mesh import hosts_of
+from sharded_train.links import hosts_of
 
 Box = list[str]
 MOST = 8  # rows and columns of a box, and boxes where two stand side by side; more are abbreviated

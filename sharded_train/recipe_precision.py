@@ -45,6 +45,15 @@ def _fp8(recipe: Recipe, sizes: Mapping[str, int]) -> Iterator[str]:
             f"precision.fp8.bf16_products names all of a layer's products ({names}): nothing is left for "
             f"precision.recipe = {recipe.precision.recipe}; leave some out, or use recipe = bf16"
         )
+    first, last = recipe.precision.fp8.bf16_layers.first, recipe.precision.fp8.bf16_layers.last
+    words = f"precision.fp8.bf16_layers.first {first} + last {last} = {first + last}"
+    if min(first, last) < 0:
+        yield f"{words}: neither may be below 0"
+    elif first + last >= recipe.model.num_layers:
+        yield (
+            f"{words} of model.num_layers {recipe.model.num_layers}: no layer is left for precision.recipe = "
+            f"{recipe.precision.recipe}; keep fewer, or use recipe = bf16"
+        )
     blocks = recipe.precision.recipe == "mxfp8"
     unit, reason = (BLOCK, "blocks of 32") if blocks else (UNIT, "FP8, and cuBLAS takes no other sizes")
     for equation, size in dims(recipe, sizes).items():

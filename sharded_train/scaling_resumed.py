@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from sharded_train.checkpoint.leaves import by_name, nested
 from sharded_train.errors import ConfigError
@@ -47,6 +50,22 @@ def taken_up(program: Program, state: TrainState) -> TrainState:
     lies = jax.tree.map(lambda x: x.sharding, program.abstract_state.scaling)
     fresh = jax.jit(program.fresh_scaling, out_shardings=lies)()
     return program.from_checkpoint(state.replace(scaling=None)).replace(scaling=fresh)  # type: ignore[no-any-return]
+
+
+def check_seen(program: Program, state: TrainState, path: Path) -> None:
+    """Raises ConfigError if layers that are now in FP8 were in bf16 before: of them there is no history."""
+    if program.precision.recipe != "fp8_delayed" or program.precision.fp8.recalibrate or program.fp8 is None:
+        return
+    weights = [state.scaling["layers"][branch][name]["w"]["history"] for branch, name, _ in program.fp8.entries()]
+    there = program.fp8.there
+    everywhere = NamedSharding(program.mesh, PartitionSpec())
+    lacking = jax.jit(lambda *all_: there & ~jnp.concatenate(all_, 1).any(1), out_shardings=everywhere)(*weights)
+    if layers := sorted(program.fp8.order[i] for i in np.flatnonzero(lacking)):
+        raise ConfigError(
+            f"{path} has no scales of layers {', '.join(map(str, layers))}, which were in bf16 when it was saved "
+            "(precision.fp8.bf16_layers). Measure all anew from the next batch with "
+            "--config.precision.fp8.recalibrate=true, or leave these layers in bf16."
+        )
 
 
 def shapes(leaves: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -20,7 +20,8 @@ from sharded_train import params
 from sharded_train.attending import Attending
 from sharded_train.errors import ConfigError
 from sharded_train.flops import CONVENTION, flops_of
-from sharded_train.mesh import hosts_of, layout, links, stand_ins
+from sharded_train.links import hosts_of, links
+from sharded_train.mesh import layout, stand_ins
 from sharded_train.mesh_picture import draw_mesh
 from sharded_train.recipe import Recipe, check, program_on, warnings_of
 from sharded_train.recipe_checks import fits

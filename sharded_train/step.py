@@ -22,8 +22,8 @@ from sharded_train import gpu_flags, params
 from sharded_train.attending import Attending
 from sharded_train.gradients import Found, loss_and_grads
 from sharded_train.in_order import in_order
+from sharded_train.links import Link, links
 from sharded_train.local import AttentionConfig, Batch, Local, Loss, TrainConfig
-from sharded_train.mesh import Link, links
 from sharded_train.model_order import ModelOrder
 from sharded_train.models import decoder
 from sharded_train.models.fp8_layers import Fp8Layers, fp8_layers

@@ -72,6 +72,13 @@ CASES = [
             ("1f1b", 1, 3, ("zero.stage=3",)),
         )
     ),
+    pytest.param(
+        {**TINY, **DELAYED},
+        ["train.overlap=false", "precision.fp8.bf16_layers.first=1"],
+        FORWARD + BACKWARD,
+        id="first-layer-in-bf16",
+        marks=slow,
+    ),
 ]  # fmt: skip
 
 
@@ -95,8 +102,9 @@ def test_every_product_is_fp8_and_weights_are_gathered_in_it(
     if asked.zero.stage == 3:
         layer = LAYER - (256 * 256 if asked.precision.fp8.bf16_products else 0)
         assert gathered["f8e4m3fn"] % layer == 0
-        assert LAYERS * M <= gathered["f8e4m3fn"] // layer <= 2 * LAYERS * M
-        if not asked.precision.fp8.bf16_products:
+        layers = LAYERS - asked.precision.fp8.bf16_layers.first
+        assert layers * M <= gathered["f8e4m3fn"] // layer <= 2 * layers * M
+        if not asked.precision.fp8.bf16_products and layers == LAYERS:
             assert gathered["bf16"] <= M * (2 * 256 * 256 + 256 + 2 * LAYERS * 2 * 256)  # tables, and gains twice
     else:
         assert gathered.get("f8e4m3fn", 0) == (LAYERS * LAYER if asked.zero.stage else 0)

@@ -20,7 +20,8 @@ import pytest
 from jax.sharding import AxisType
 
 from sharded_train.errors import ConfigError
-from sharded_train.mesh import AXES, MeshConfig, build_mesh, host_of, hosts_of, layout, links, resolve_sizes, stand_ins
+from sharded_train.links import host_of, hosts_of, links
+from sharded_train.mesh import AXES, MeshConfig, build_mesh, layout, resolve_sizes, stand_ins
 
 NESTED = AXES  # the default order: pipeline outermost, tensor innermost
 
@@ -156,7 +157,8 @@ import sys
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
-from sharded_train.mesh import MeshConfig, build_mesh, hosts_of, links
+from sharded_train.links import hosts_of, links
+from sharded_train.mesh import MeshConfig, build_mesh
 mesh = build_mesh(MeshConfig(tensor=4))
 print(hosts_of(mesh.devices).ravel().tolist(), links(mesh.devices, mesh.axis_names)["data"].kind)
 try:

@@ -8,7 +8,8 @@ import re
 
 import pytest
 
-from sharded_train.mesh import AXES, MeshConfig, layout, links, stand_ins
+from sharded_train.links import links
+from sharded_train.mesh import AXES, MeshConfig, layout, stand_ins
 from sharded_train.mesh_picture import draw_mesh
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,12 +18,15 @@ from sharded_train.calibrate import calibrated
 from sharded_train.devices import DEVICES
 from sharded_train.equivalence import MODELS, Layout, hard_batch, placed
 from sharded_train.errors import ConfigError
+from sharded_train.models.runs import spans_of
 from sharded_train.optimizer import AdamW
 from sharded_train.params import named_leaves
-from sharded_train.precision import PrecisionConfig, Recipe
+from sharded_train.precision import Bf16Layers, Fp8Config, PrecisionConfig, Recipe
 from sharded_train.recipe_precision import on_device, warnings
 from sharded_train.rehearse import clusters
 from sharded_train.rehearse.compile import check_layout
+from sharded_train.scaling import moved_on, told
+from sharded_train.scaling_resumed import check_seen
 from sharded_train.step import Program, TrainState
 
 LLAMA = MODELS["llama"]
@@ -40,9 +44,15 @@ class Pass:
     seen: dict[str, np.ndarray]  # [layers of the model, 3]
 
 
+def with_ends(p: Program, first: int, last: int) -> Program:
+    """The program with so many of the first and last layers in bf16."""
+    fp8 = Fp8Config(bf16_layers=Bf16Layers(first, last))
+    return dataclasses.replace(p, precision=dataclasses.replace(p.precision, fp8=fp8))
+
+
 @functools.cache
-def passed(model: str, layout: Layout, recipe: Recipe) -> Pass:
-    p = equivalence.program({**MODELS, "blocks": BLOCKS}[model], layout, recipe=recipe)
+def passed(model: str, layout: Layout, recipe: Recipe, ends: tuple[int, int] = (0, 0)) -> Pass:
+    p = with_ends(equivalence.program({**MODELS, "blocks": BLOCKS}[model], layout, recipe=recipe), *ends)
     batch, key = placed(p, hard_batch(p.model)), jax.random.key(0)
     found = jax.jit(p.passes)(equivalence.weights(p), p.fresh_scaling(), batch, key)
     seen = named(p.of_model({"layers": found.seen})["layers"]) if found.seen else {}
@@ -159,7 +169,88 @@ def test_recipes_on_one_device_are_near_fp32(recipe: Recipe, model: str, loss: f
     assert 0 < difference(got, exact) < grads
 
 
+ENDS = [
+    (FP8, "llama", (0, 2), Layout(pipeline=2, num_microbatches=2, layers=(2, 1))),
+    *(
+        pytest.param(*case, marks=slow)
+        for case in (
+            (FP8, "llama", (1, 1), Layout(data=2, tensor=2, zero=3, num_microbatches=2, overlap=True)),
+            (FP8, "llama", (1, 1), Layout(data=4, zero=1, num_microbatches=2, overlap=True, remat="selective")),
+            (FP8, "deep", (2, 1), Layout(data=2, zero=2, num_microbatches=2, overlap=True, remat="full")),
+            (FP8, "deep", (2, 1), Layout(pipeline=2, num_microbatches=2, schedule="interleaved", chunks=2, zero=0)),
+            (FP8, "deep", (1, 4), Layout(pipeline=2, data=2, zero=3, num_microbatches=4)),
+            (FP8, "deep", (2, 1), Layout(pipeline=2, num_microbatches=4, schedule="zero_bubble", chunks=1)),
+            (MX, "blocks", (1, 0), Layout(pipeline=2, data=2, zero=1, num_microbatches=2)),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "model", "ends", "layout"), ENDS, ids=str)
+def test_first_and_last_layers_stay_in_bf16(recipe: Recipe, model: str, ends: tuple[int, int], layout: Layout) -> None:
+    """On any mesh nothing is seen of them, and gradients are those of one device."""
+    got, want = passed(model, layout, recipe, ends), passed(model, Layout(), recipe, ends)
+    assert got.loss == pytest.approx(want.loss, rel=2e-3)
+    assert difference(got, want) < 0.1
+    assert {name for name in got.grads if not got.grads[name].any()} == set()
+    num_layers = len(next(iter(got.seen.values())))
+    for name, seen in got.seen.items():
+        if not name.endswith("/w"):
+            assert seen[:, 0].astype(bool).tolist() == [ends[0] <= i < num_layers - ends[1] for i in range(num_layers)]
+
+
+@slow
+def test_with_ends_in_bf16_gradients_are_nearer_to_it() -> None:
+    bf16, ends, all_in_fp8 = (
+        passed("llama", Layout(), r, e) for r, e in (("bf16", (0, 0)), (FP8, (1, 1)), (FP8, (0, 0)))
+    )
+    assert 0 < difference(ends, bf16) < difference(all_in_fp8, bf16)
+
+
+def test_runs_have_every_layer_once() -> None:
+    """In every chunk of every stage, in order; as many at the ends of the model as are asked for."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        stages, chunks = rng.integers(1, 5, 2)
+        count = rng.integers(1, 4, (stages, chunks))
+        order = count.T.reshape(-1)  # chunk after chunk, each over all stages
+        number = (np.cumsum(order) - order).reshape(chunks, stages).T
+        first, last = (int(n) for n in rng.integers(0, count.sum() // 2 + 1, 2))
+        found = {}
+        for span in spans_of(number, count, 3, (first, last)):
+            for stage, chunk in np.ndindex(count.shape):
+                for i in range(span.count[stage, chunk]):
+                    place = (stage, span.begin[stage, chunk] + i)
+                    assert place not in found
+                    found[place] = (span.number[stage, chunk] + i, span.in_fp8)
+        places = {(s, 3 * c + i): number[s, c] + i for s, c in np.ndindex(count.shape) for i in range(count[s, c])}
+        inside = range(first, count.sum() - last)
+        assert found == {place: (layer, layer in inside) for place, layer in places.items()}
+
+
 # The state
+
+
+def test_layers_in_bf16_keep_no_scales() -> None:
+    """CASES 19: what is seen moves the others' alone; taken up where they are in FP8 there are none to go on with."""
+    p = with_ends(program("fp8_delayed", Layout(pipeline=2, num_microbatches=2, layers=(2, 1))), 1, 0)
+    assert p.fp8 is not None
+    assert p.fp8.order == (0, 1, 2, -1)
+    ones = jnp.ones((4, 3))
+    seen: Any = {branch: {} for branch, _ in p.fp8.groups}
+    for branch, name, kind in p.fp8.tensors():
+        seen[branch].setdefault(name, {})[kind] = ones
+    scaling = moved_on(p.precision, p.fp8, p.fresh_scaling(), seen, jnp.bool(True))
+    for x in scaling["layers"]["mlp"]["up"].values():
+        assert x["history"].any(1).tolist() == [False, True, True, False]
+        assert x["scale"].tolist()[::3] == [1, 1]
+    numbers = told(p.fp8, scaling, seen)["mlp/up/x"]
+    assert jnp.isfinite(numbers).all(1).tolist() == [False, True, True, False]
+    lies = jax.tree.map(lambda x: x.sharding, p.abstract_state.scaling)
+    state = p.init(0).replace(scaling=jax.device_put(scaling, lies))
+    check_seen(p, state, Path("saved"))
+    with pytest.raises(ConfigError, match=r"saved has no scales of layers 0, which were in bf16.*recalibrate=true"):
+        check_seen(with_ends(p, 0, 1), state, Path("saved"))
 
 
 def program(recipe: Recipe, layout: Layout = Layout(data=2)) -> Program:  # noqa: B008
@@ -252,6 +343,8 @@ def problems(*changes: str) -> str:
         (["train.sequence_length=2"], "8 x 2 / (data 2 x sequence 1 x train.num_microbatches 1) = 8 is no multiple"),
         (["precision.fp8.amax_history_length=0"], "precision.fp8.amax_history_length = 0: must be at least 1"),
         (["precision.fp8.bf16_products=q,k,v,out,gate,up,down"], "nothing is left"),
+        (["precision.fp8.bf16_layers.first=2", "precision.fp8.bf16_layers.last=2"], "2 + last 2 = 4 of model.num_la"),
+        (["precision.fp8.bf16_layers.last=-1"], "neither may be below 0"),
         (["precision.recipe=fp16", "precision.fp16.backoff_factor=1"], "must be above 0 and below 1"),
         (["precision.recipe=mxfp8", "model.num_kv_heads=2"], "num_kv_heads 2 x head_dim 16 / mesh.tensor 2 = 16 is no"),
         (["precision.recipe=mxfp8", "train.sequence_length=8"], "x 2 halves under train.overlap) = 16 is no multiple"),
@@ -286,5 +379,6 @@ def test_what_changes_nothing_is_told() -> None:
         "precision.recipe=fp8_current", "precision.fp8.algorithm=most_recent"
     )
     assert "precision.fp8.format = e4m3 changes nothing" in told("precision.recipe=mxfp8", "precision.fp8.format=e4m3")
+    assert "precision.fp8.bf16_layers" in told("precision.recipe=bf16", "precision.fp8.bf16_layers.first=1")
     assert "precision.fp16 changes nothing" in told("precision.fp16.initial=8")
     assert "precision.fp8.margin = 1 changes nothing" in told("precision.recipe=bf16", "precision.fp8.margin=1")

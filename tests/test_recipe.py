@@ -291,6 +291,7 @@ def test_every_number_has_a_range() -> None:
         *(f"data.{name}" for name in ("max_bytes", "validation_fraction", "num_epochs", "read_threads")),  # DataConfig
         *("train.stop_at", "model.attention_windows"),  # against num_steps and sequence_length
         *("log.precision_every", "precision.fp8.amax_history_length", "precision.fp8.margin"),  # recipe_precision
+        *("precision.fp8.bf16_layers.first", "precision.fp8.bf16_layers.last"),
         *(f"precision.fp16.{field.name}" for field in dataclasses.fields(LossScaleConfig)),
     }
     assert set(numbers(Recipe)) == ranged | elsewhere

@@ -11,10 +11,10 @@ PACKAGE = Path(__file__).parent.parent / "sharded_train"
 
 # From the ground up; a file may import from its own room and those before it.
 ROOMS = {
-    "language": "errors compat gpu_flags mesh sharding params collectives in_order in_place precision schedules",
+    "language": "errors compat gpu_flags links sharding params collectives in_order in_place precision schedules",
     "model": "ops models",
     "step": "optimizer local attending gradients pipeline scaling model_order step",
-    "run": "exits config config_values flops config_file mesh_picture equivalence data checkpoint workdir metrics "
+    "run": "exits mesh config config_values flops config_file mesh_picture equivalence data checkpoint workdir metrics "
     "devices peak recipe recipe_checks recipe_ranges recipe_warnings recipe_pipeline recipe_attention recipe_precision "
     "noise assemble calibrate precision_log precision_verb precision_page train_precision scaling_resumed report "
     "stopping memory begin train evaluate generate show show_pipeline show_tables data_verb data_rows schedule_verb "

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from sharded_train.bench.operations import ITEMSIZE, OPERATIONS, Operation, programs
-from sharded_train.mesh import links
+from sharded_train.links import links
 
 WARM_UPS = 3
 IN_A_ROW = 20  # runs that a GPU is given at once; a CPU gets one, as its collectives are not to be queued

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from sharded_train import compat
 from sharded_train.draw.display import Html
 from sharded_train.errors import ConfigError, did_you_mean
-from sharded_train.mesh import hosts_of, links
+from sharded_train.links import hosts_of, links
 from sharded_train.mesh_picture import draw_mesh
 from sharded_train.rehearse.clusters import parse
 from sharded_train.rehearse.compile import check_plugin

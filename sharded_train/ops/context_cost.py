@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
-from sharded_train.mesh import Link
+from sharded_train.links import Link
 from sharded_train.ops.attention import Windows
 
 Strategy = Literal["all_gather", "ring", "ulysses"]

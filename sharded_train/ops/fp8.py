@@ -95,7 +95,7 @@ def products(x: jax.Array, weights: Sequence[tuple[Observed, Factors | None]]) -
     slots: list[Tree] = [{"grad": w.grad, "g": w.g, "x": w.x} for w, _ in weights]
     if ws[0].how.scaling == "blocks":
         assert all(factors is None for _, factors in weights), "gradients in blocks are not left for later"
-        return [mx.product(w.how.margin, x, w.q, slot) for w, slot in zip(ws, slots, strict=True)]
+        return mx.products(ws[0].how.margin, x, [w.q for w in ws], slots)  # type: ignore[no-any-return]
     slots = [{**slot, "factors": factors} for slot, (_, factors) in zip(slots, weights, strict=True)]
     return _products(ws[0].how, x, ws, slots)  # type: ignore[no-any-return]
 

@@ -23,33 +23,36 @@ from sharded_train.precision.formats import E4M3
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def product(margin: int, x: jax.Array, w: jax.Array, slots: Tree) -> jax.Array:
-    """`x [rows, in] @ w [in, out]`; the cotangents of `slots` are the weight's gradient, and what was seen.
+def products(margin: int, x: jax.Array, ws: list[jax.Array], slots: list[Tree]) -> list[jax.Array]:
+    """`x [rows, in] @ w [in, out]` of each weight; the cotangents of `slots` are its gradient, and what was seen.
 
-    `slots` are zeros: "grad" like the weight, "g" `[1, 3]` and, or None, "x" `[1, 3]`. The weight has no cotangent.
+    `slots` are zeros: "grad" like the weight, "g" `[1, 3]` and, or None, "x" `[1, 3]`. The weights have no cotangent.
     """
-    return _forward(margin, x, w, slots)[0]
+    return _forward(margin, x, ws, slots)[0]
 
 
 @jax.named_scope("fp8")
-def _forward(margin: int, x: jax.Array, w: jax.Array, slots: Tree) -> tuple[jax.Array, Tree]:
-    y = block_dot(quantised(x, 1, margin), quantised(w, 0, margin), x.dtype)
-    seen = None if slots["x"] is None else observe(x, 1, margin)[None]
-    kept = quantised(x, 0, margin)
+def _forward(margin: int, x: jax.Array, ws: list[jax.Array], slots: list[Tree]) -> tuple[list[jax.Array], Tree]:
+    along_in, along_rows = quantised(x, 1, margin), quantised(x, 0, margin)
+    ys = [block_dot(along_in, quantised(w, 0, margin), x.dtype) for w in ws]
+    seen = [None if slot["x"] is None else observe(x, 1, margin)[None] for slot in slots]
     # As bytes: to write one layer into a stack of f8, XLA's CPU back end converts the whole stack.
-    return y, (jax.tree.map(lambda a: lax.bitcast_convert_type(a, jnp.uint8), kept), w, seen)
+    return ys, (jax.tree.map(lambda a: lax.bitcast_convert_type(a, jnp.uint8), along_rows), ws, seen)
 
 
 @jax.named_scope("fp8")
-def _backward(margin: int, saved: Tree, d_y: jax.Array) -> tuple[jax.Array, None, Tree]:
-    kept, w, seen = saved
+def _backward(margin: int, saved: Tree, d_ys: list[jax.Array]) -> tuple[jax.Array, None, list[Tree]]:
+    kept, ws, seen = saved
     x = Blocks(lax.bitcast_convert_type(kept.q, E4M3), lax.bitcast_convert_type(kept.scale, E8M0), kept.dim)
-    d_x = block_dot(quantised(d_y, 1, margin), quantised(w, 1, margin), d_y.dtype)
-    d_w = block_dot(x, quantised(d_y, 0, margin), d_y.dtype)
-    return d_x, None, {"grad": d_w, "g": observe(d_y, 1, margin)[None], "x": seen}
+    d_xs, found = [], []
+    for w, d_y, of_x in zip(ws, d_ys, seen, strict=True):
+        d_xs.append(block_dot(quantised(d_y, 1, margin), quantised(w, 1, margin), jnp.dtype(jnp.float32)))
+        grad = block_dot(x, quantised(d_y, 0, margin), d_y.dtype)
+        found.append({"grad": grad, "g": observe(d_y, 1, margin)[None], "x": of_x})
+    return functools.reduce(jnp.add, d_xs).astype(d_ys[0].dtype), None, found
 
 
-product.defvjp(_forward, _backward)
+products.defvjp(_forward, _backward)
 
 
 def block_dot(a: Blocks, b: Blocks, out_dtype: jnp.dtype) -> jax.Array:

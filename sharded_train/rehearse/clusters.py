@@ -1,6 +1,6 @@
 """Clusters that are not there: "h100:8x8", or a file that describes one.
 
-A *host* is one NVLink domain, as everywhere in this project (`mesh.host_of`): a machine of 8 GPUs, a rack of 72 for
+A *host* is one NVLink domain, as everywhere in this project (`links.host_of`): a machine of 8 GPUs, a rack of 72 for
 NVL72. What lies between hosts is the network. Constants and their sources stand in `sharded_train.devices`.
 
 A file is TOML. It may start from a known kind and say what differs; keys are the fields of `devices.Device`:

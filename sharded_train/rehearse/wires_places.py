@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from jax.sharding import Mesh
 
-from sharded_train.mesh import hosts_of
+from sharded_train.links import hosts_of
 
 Link = Literal["none", "NVLink", "network", "both"]
 
