@@ -1,6 +1,6 @@
 """A run that does nothing but change a state and save it at every step: what benchmarks/soak.py kills.
 
-    python benchmarks/checkpoint_child.py DIRECTORY STEPS [COORDINATOR NUM_PROCESSES PROCESS_ID]
+    python benchmarks/checkpoint_child.py DIRECTORY-OR-ADDRESS STEPS [COORDINATOR NUM_PROCESSES PROCESS_ID]
 
 Its state after k steps is a function of k alone, in whole numbers, so that any two runs end bit for bit alike.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from sharded_train.checkpoint import CheckpointConfig, Checkpointer, SavePolicy
 
 
-def main(directory: Path, num_steps: int) -> None:
+def main(directory: str, num_steps: int) -> None:
     """Resumes, and goes on to the last step."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
     state = _initial(mesh)
@@ -62,4 +61,4 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 2)
     if others:
         jax.distributed.initialize(others[0], int(others[1]), int(others[2]), heartbeat_timeout_seconds=10)
-    main(Path(where), int(steps))
+    main(where, int(steps))

@@ -107,9 +107,17 @@ def verified_steps(directory: Path) -> list[int]:
     return found
 
 
-def kill(num_trials: int, num_processes: int, seconds: float, *, train: bool, rng: random.Random) -> dict[str, Any]:
-    """Trials until there are enough, or the time is over."""
-    counts: collections.Counter[str] = collections.Counter()
+def kill(
+    num_trials: int,
+    num_processes: int,
+    seconds: float,
+    *,
+    train: bool,
+    rng: random.Random,
+    counts: collections.Counter[str] | None = None,
+) -> dict[str, Any]:
+    """Trials until there are enough, or the time is over; those until an error are in `counts` all the same."""
+    counts = collections.Counter() if counts is None else counts
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -181,6 +189,7 @@ def one_life(
     assert not broken, f"published and not whole: {broken}"
     counts["kills"] += 1
     counts[moment] += 1
+    print(dict(counts), file=sys.stderr, flush=True)
     return True
 
 
@@ -279,13 +288,19 @@ def main() -> None:
     args = parser.parse_args()
     rng = random.Random(args.seed)
     if args.what == "kill":
-        found = kill(args.trials, args.processes, args.seconds, train=args.train, rng=rng)
-    elif args.what == "damage":
-        found = damage(args.trials, rng)
-    else:
-        found = memory(args.saves)
+        counts: collections.Counter[str] = collections.Counter()
+        begun = time.monotonic()
+        try:
+            kill(args.trials, args.processes, args.seconds, train=args.train, rng=rng, counts=counts)
+        finally:  # what is found wrong at the hundredth kill does not undo the ninety-nine before
+            show({**counts, "seconds": round(time.monotonic() - begun)})
+        return
+    show(damage(args.trials, rng) if args.what == "damage" else memory(args.saves))
+
+
+def show(found: dict[str, Any]) -> None:
     print("| " + " | ".join(map(str, found)) + " |\n|" + "---|" * len(found))
-    print("| " + " | ".join(map(str, found.values())) + " |")
+    print("| " + " | ".join(map(str, found.values())) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -81,13 +81,16 @@ def text_of(recipe: Recipe, workdir: Path, progress: Callable[[str], None]) -> T
 
 
 def checkpointer_of(recipe: Recipe, workdir: Path) -> Checkpointer:
-    """The checkpoints of a run in its workdir, and in the fallback directory if there is one."""
+    """The checkpoints of a run, in its workdir or where its config says, and in the fallback directory if there is one.
+
+    Raises ConfigError for an address that is none.
+    """
     settings = recipe.checkpoint
     return Checkpointer(
-        workdir / layout.CHECKPOINTS,
+        settings.dir or workdir / layout.CHECKPOINTS,
         settings.keep,
         keep_every=settings.keep_every,
-        fallback=None if settings.fallback_dir is None else Path(settings.fallback_dir),
+        fallback=settings.fallback_dir,
         timeout=60 * settings.timeout_minutes,
     )
 

@@ -74,6 +74,8 @@ def begin(
     agreement.check(group, config.to_dict(recipe), report.versions())
     checkpointer = assemble.checkpointer_of(recipe, workdir)
     stack.enter_context(contextlib.closing(checkpointer))
+    with group.shared_errors():
+        checkpointer.check_addresses()
     once = Once(workdir)
     choice, last_step = checkpointer.choose(once.resume(start.resume)), assemble.last_step_of(recipe)
     if choice.steps and recipe.faults.elastic:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as jsons
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,9 +66,10 @@ def _directories(workdir: Path) -> list[Path]:
     """Where the run in a workdir keeps its checkpoints."""
     found = [workdir / layout.CHECKPOINTS]
     if (workdir / layout.CONFIG).exists():
-        fallback = layout.read_recipe(workdir).checkpoint.fallback_dir
-        found += [] if fallback is None else [Path(fallback)]
-    if not any(path.is_dir() for path in found):
+        settings = layout.read_recipe(workdir).checkpoint
+        found = [files.place(settings.dir)] if settings.dir is not None else found
+        found += [] if settings.fallback_dir is None else [files.place(settings.fallback_dir)]
+    if not any(files.exists(path) for path in found):
         raise ConfigError(f"{workdir} has no checkpoints: there is no {' or '.join(map(str, found))}")
     return found
 
@@ -91,11 +91,11 @@ def _one(action: str, steps: list[str]) -> str:
 def _path(directories: list[Path], step: str) -> Path:
     """Of a step in the workdir, or of a directory anywhere."""
     if not files.is_step(step):
-        if not Path(step).is_dir():
+        if not files.exists(path := files.place(step)):
             raise ConfigError(f"{step} is neither a step nor the directory of a checkpoint")
-        return Path(step).absolute()
+        return path
     for directory in directories:
-        if (directory / step).is_dir():
+        if files.exists(directory / step):
             return directory / step
     raise ConfigError(f"there is no checkpoint of step {step}; there are {', '.join(_all(directories)) or 'none'}")
 
@@ -242,12 +242,12 @@ def _prune(directories: list[Path], keep: int, keep_every: int | None, set_aside
     listed = _list(directories)
     verified = [row["step"] for row in listed["checkpoints"] if row["verified"]]
     paths = [_path(directories, str(step)) for step in superseded(verified, keep, keep_every)]
-    paths += [Path(path) for path in listed["set_aside"]] if set_aside else []
+    paths += [files.place(path) for path in listed["set_aside"]] if set_aside else []
     freed = 0
     for path in paths:
-        freed += sum(file.lstat().st_size for file in path.rglob("*"))
+        freed += files.num_bytes(path)
         if files.is_step(path.name):
             files.remove(path)
         else:
-            shutil.rmtree(path)
+            files.remove_tree(path)
     return {"deleted": list(map(str, paths)), "num_bytes": freed}

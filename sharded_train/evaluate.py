@@ -12,8 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from sharded_train import assemble
-from sharded_train import workdir as layout
-from sharded_train.checkpoint import Checkpointer
 from sharded_train.data.loader import num_train_steps, validation_batches
 from sharded_train.data.prepare import TextData
 from sharded_train.errors import ConfigError
@@ -77,7 +75,7 @@ def validate(program: Program, weights: Tree, data: TextData, recipe: Recipe) ->
 def evaluate(recipe: Recipe, workdir: Path, *, json: bool = False) -> int:
     """Prints validation loss and bits per byte of the latest checkpoint, beside two baselines. The exit code."""
     program = assemble.program_of(recipe)
-    checkpointer = Checkpointer(workdir / layout.CHECKPOINTS)
+    checkpointer = assemble.checkpointer_of(recipe, workdir)
     step = checkpointer.latest_step()
     if step is None:
         raise ConfigError(f"{workdir} has no checkpoint to evaluate yet")

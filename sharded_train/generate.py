@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from sharded_train import assemble, compat
 from sharded_train import workdir as layout
-from sharded_train.checkpoint import Checkpointer
 from sharded_train.collectives import all_max, index_of
 from sharded_train.data.tokenizer import TextTokenizer, load_tokenizer
 from sharded_train.decode import Cache, advance, empty_cache
@@ -51,7 +50,7 @@ def generate(
 ) -> int:
     """Prints texts that go on from `prompt`, by the newest checkpoint of the run in `workdir`. The exit code."""
     program = assemble.program_of(recipe)
-    checkpointer = Checkpointer(workdir / layout.CHECKPOINTS)
+    checkpointer = assemble.checkpointer_of(recipe, workdir)
     step = checkpointer.latest_step()
     if step is None:
         raise ConfigError(f"{workdir} has no checkpoint to generate with yet")

@@ -25,7 +25,7 @@ _WEIGHTS = "params/"
 class InitialWeights:
     """Where weights come from, and which: those that match a pattern of `only` (None: all) and none of `without`."""
 
-    source: Path  # a checkpoint, or a workdir, of which the newest one is taken
+    source: Path | str  # a checkpoint, or a workdir, of which the newest one is taken; on disk or at gs://
     only: tuple[str, ...] | None = None
     without: tuple[str, ...] | None = None
 
@@ -43,7 +43,7 @@ def load(program: Program, seed: int, initial: InitialWeights, peers: Peers) -> 
         ConfigError: there is no checkpoint, a pattern matches nothing, or a weight is not there in its shape.
         CheckpointError: the checkpoint is damaged.
     """
-    path = Path(peers.first(str(_checkpoint(initial.source)) if peers.index == 0 else None))
+    path = files.place(peers.first(str(_checkpoint(initial.source)) if peers.index == 0 else None))
     state = program.to_checkpoint(program.init(seed))
     try:
         verified = record.read(path)
@@ -57,15 +57,16 @@ def load(program: Program, seed: int, initial: InitialWeights, peers: Peers) -> 
     return program.from_checkpoint(state.replace(params=weights, ema=ema))
 
 
-def _checkpoint(source: Path) -> Path:
+def _checkpoint(asked: Path | str) -> Path:
     """Of a workdir or a folder of checkpoints the newest verified one; else the source itself."""
-    if (source / record.NAME).exists():
-        return source.absolute()
+    source = files.place(asked)
+    if files.exists(source / record.NAME):
+        return source
     for directory in (source / layout.CHECKPOINTS, source):
         for step in reversed(files.numbered(directory)):
-            if (directory / str(step) / record.NAME).exists():
-                return (directory / str(step)).absolute()
-    raise ConfigError(f"--init-from={source}: there is no checkpoint")
+            if files.exists(directory / str(step) / record.NAME):
+                return directory / str(step)
+    raise ConfigError(f"--init-from={asked}: there is no checkpoint")
 
 
 def _wanted(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sharded_train.errors import ConfigError
@@ -31,6 +33,7 @@ def launch(
     if problems := [*_command_problems(command), *_host_problems(hosts, host_index, coordinator)]:
         raise ConfigError(problems)
     first, total = host_index * processes, hosts * processes
+    shares = shares_of_gpus(command, processes, os.environ)
 
     def command_lines(attempt: int) -> list[list[str]]:
         start = [sys.executable, "-m", "sharded_train", *command]
@@ -41,7 +44,38 @@ def launch(
         where = [f"--coordinator={address}", f"--num-processes={total}"]
         return [[*start, *where, f"--process-id={first + i}"] for i in range(processes)]
 
-    return Supervisor(command_lines, workdir_of(command) / LOGS, policy, first_process=first).run()
+    logs = workdir_of(command) / LOGS
+    return Supervisor(command_lines, logs, policy, first_process=first, environ=shares).run()
+
+
+def shares_of_gpus(command: Sequence[str], processes: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
+    """Which GPUs of this host each process sees, as its variables: alike many, in order, none of them twice.
+
+    JAX would take all of them in each process. Empty where there is nothing to share out: one process, no GPU, or a run
+    on CPUs. Raises ConfigError where the GPUs cannot be shared alike.
+    """
+    on_cpu = any(argument.partition("=")[0] == "--cpu-devices" for argument in command)
+    platforms = environ.get("JAX_PLATFORMS", "")
+    gpus = _gpus(environ)
+    if processes == 1 or on_cpu or not gpus or (platforms and not {"cuda", "gpu"} & set(platforms.split(","))):
+        return []
+    if len(gpus) % processes:
+        raise ConfigError(
+            f"launch --processes={processes}: the {len(gpus)} GPUs of this host cannot be shared alike, "
+            f"{len(gpus)} mod {processes} = {len(gpus) % processes}: take a number of processes that divides it (1 "
+            "drives all of them), or say with CUDA_VISIBLE_DEVICES which GPUs to take"
+        )
+    each = len(gpus) // processes
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} for i in range(processes)]
+
+
+def _gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them; without it those that the driver has made files for."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(i) for i, _ in enumerate(path for path in devices.glob("nvidia*") if path.name[6:].isdecimal())]
+    names = [name.strip() for name in visible.split(",")]
+    return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))  # as CUDA reads it
 
 
 def free_port() -> int:

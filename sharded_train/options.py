@@ -60,7 +60,7 @@ def add_own(parser: argparse.ArgumentParser, verb: str) -> None:
             help="auto: from the newest verified checkpoint, if there is one (default); must: there has to be one; "
             "never: begin at step 0, set aside what there is; STEP: from that one, set aside those after it",
         )
-        add("--init-from", metavar="DIR", type=_path, help="weights of step 0: a checkpoint, or a workdir's newest one")
+        add("--init-from", metavar="DIR", type=_place, help="weights of step 0: a checkpoint, or a workdir's newest")
         add(
             "--init-only",
             metavar="NAMES",
@@ -250,8 +250,14 @@ def _path(text: str) -> Path:
     if not text:
         raise argparse.ArgumentTypeError("it is empty")
     if "://" in text:
-        raise argparse.ArgumentTypeError(f"{text} is an address; wanted a path, such as that of a mounted bucket")
+        hint = "such as that of a mounted bucket; checkpoints alone may lie at gs://, by config.checkpoint.dir"
+        raise argparse.ArgumentTypeError(f"{text} is an address; wanted a path, {hint}")
     return Path(text)
+
+
+def _place(text: str) -> Path | str:
+    """A path, or the address of a place in a bucket."""
+    return text if text.startswith("gs://") else _path(text)
 
 
 def _at_least(number: Callable[[str], Any], least: int, most: float = 3.4e38) -> Callable[[str], Any]:

@@ -53,6 +53,7 @@ MAY_CHANGE = (
     "config.data.cache_dir",
     "config.model.attention",
 )
+STAYS = "config.checkpoint.dir"  # or a run that has checkpoints would begin anew
 
 
 def read_recipe(workdir: Path) -> Recipe:
@@ -86,7 +87,11 @@ def check(workdir: Path, recipe: Recipe, *, accept_config_change: bool = False) 
     if accept_config_change:
         return
     there = read_recipe(workdir)
-    changes = [change for change in config.differences(there, recipe) if not change.startswith(MAY_CHANGE)]
+    changes = [
+        change
+        for change in config.differences(there, recipe)
+        if not change.startswith(MAY_CHANGE) or change.startswith(STAYS)
+    ]
     if changes:
         go_on = "or go on in this one with --accept-config-change."
         if files.numbered(workdir / CHECKPOINTS) and _arrays(there) != _arrays(recipe):

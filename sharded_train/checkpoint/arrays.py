@@ -22,7 +22,7 @@ import numpy.typing as npt
 import tensorstore as ts
 from orbax.checkpoint import v1 as ocp
 
-from sharded_train.checkpoint import digest, files, leaves
+from sharded_train.checkpoint import cloud, digest, files, leaves
 from sharded_train.checkpoint.digest import Digest
 from sharded_train.checkpoint.errors import Damage
 
@@ -189,7 +189,9 @@ def _opened(path: Path, name: str, leaf: Any) -> Any:
 
 
 def _kvstore(path: Path) -> dict[str, Any]:
-    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path.resolve() / _STATE}/"}}
+    state = path / _STATE if cloud.is_address(path) else path.resolve() / _STATE
+    base = cloud.kvstore(state) if cloud.is_address(path) else {"driver": "file", "path": f"{state}/"}
+    return {"driver": "ocdbt", "base": base}
 
 
 def _context() -> ts.Context:

@@ -7,11 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sharded_train.checkpoint import files, record, restoring, resuming, saving
+from sharded_train.checkpoint import cloud, files, record, restoring, resuming, saving
 from sharded_train.checkpoint.errors import CheckpointError, Damage, reason
 from sharded_train.checkpoint.peers import Peers
 from sharded_train.checkpoint.record import Verified
 from sharded_train.checkpoint.resuming import Choice
+from sharded_train.errors import ConfigError
 
 
 class Checkpointer:
@@ -24,16 +25,16 @@ class Checkpointer:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | str,
         keep: int = 3,
         *,
         keep_every: int | None = None,
-        fallback: Path | None = None,
+        fallback: Path | str | None = None,
         timeout: float = 600,
     ):
         assert keep >= 1, f"keep={keep}: the newest checkpoint is always kept"
-        self.directory = Path(directory).absolute()
-        self.fallback = None if fallback is None else Path(fallback).absolute()
+        self.directory = files.place(directory)
+        self.fallback = None if fallback is None else files.place(fallback)
         self.saves_to = self.directory
         self.peers = Peers(timeout)
         self.remarks: list[str] = []  # what went wrong beside a save, to be told once
@@ -45,6 +46,14 @@ class Checkpointer:
     @property
     def directories(self) -> list[Path]:
         return [self.directory] if self.fallback is None else [self.directory, self.fallback]
+
+    def check_addresses(self) -> None:
+        """Raises ConfigError where a bucket cannot be written from here: a disk tells at once, a bucket in minutes."""
+        for directory in filter(cloud.is_address, self.directories):
+            try:
+                files.try_to_write(directory, self.peers.index)
+            except OSError as error:
+                raise ConfigError(f"{directory} cannot be written from here: {reason(error)}") from error
 
     def steps(self) -> list[int]:
         """Steps with a verified checkpoint, ascending, as this process sees the directories."""
@@ -60,12 +69,11 @@ class Checkpointer:
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is, or will be."""
-        there = [directory / str(step) for directory in self.directories]
-        return next((path for path in there if path.exists()), self.saves_to / str(step))
+        return self._found(step) or self.saves_to / str(step)
 
     def verified(self, step: int) -> Verified:
         """The record of a checkpoint. Raises CheckpointError when it has none that can be read."""
-        if not self.path(step).is_dir():
+        if not files.exists(self.path(step)):
             raise CheckpointError(f"{self.directory} has no checkpoint of step {step}")
         try:
             return record.read(self.path(step), step)
@@ -98,8 +106,8 @@ class Checkpointer:
     def save(self, step: int, state: Any, run: dict[str, Any]) -> None:
         """Begins to write `state` and the record `run` as the checkpoint of `step`, after a save under way."""
         self.wait()
-        if self.path(step).exists():
-            raise CheckpointError(f"{self.path(step)} is already there: move it away to save step {step} again")
+        if (path := self._there(step)) is not None:
+            raise CheckpointError(f"{path} is already there: move it away to save step {step} again")
         self._attempts += 1
         try:
             if self.peers.index == 0:
@@ -179,6 +187,16 @@ class Checkpointer:
         if self.peers.index == 0:
             resuming.begin_anew(self)
         self.peers.first(None)
+
+    def _found(self, step: int) -> Path | None:
+        paths = [directory / str(step) for directory in self.directories]
+        return next((path for path in paths if files.exists(path)), None)
+
+    def _there(self, step: int) -> Path | None:
+        try:
+            return self._found(step)
+        except OSError:  # who cannot look cannot write either, and the others will hear it
+            return None
 
     def _finish(self, save: saving.Save) -> str | None:
         """In the background: the new checkpoint is verified first, only then do old ones go."""

@@ -9,11 +9,16 @@ import dataclasses
 class CheckpointConfig:
     """When a checkpoint is made, where, how many are kept, and what is done when it cannot be written."""
 
+    dir: str | None = (
+        None  # where they are, if not in the workdir: a directory, or gs://BUCKET/PREFIX; of one run alone
+    )
     every: int = 0  # steps; 0: only at the end, and at a signal
     every_minutes: float | None = None  # as well, or instead; process 0's clock decides
     keep: int = 3  # the last so many
     keep_every: int | None = None  # and those of steps that are multiples of this, for good
-    fallback_dir: str | None = None  # a directory, on another disk, to save to when the workdir fails again and again
+    fallback_dir: str | None = (
+        None  # a directory on another disk, or gs://BUCKET/PREFIX, to save to when the workdir fails again and again
+    )
     max_failures: int = 5  # saves that fail in a row before the fallback is used, or the run ends
     retry_seconds: float = 15.0  # before the second try; doubled for each further one
     timeout_minutes: float = 10.0  # for processes to wait for each other's part of a save or restore

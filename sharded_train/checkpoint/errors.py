@@ -6,6 +6,9 @@ import errno
 
 _PASSING = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
 
+_PASSING_WORDS = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
+_CLIENTS = {"gcsfs", "aiohttp", "google"}  # what they raise is about the way to the data
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message names it, the reason and what to do."""
@@ -23,13 +26,19 @@ class Damage(ValueError):
     """A checkpoint is not what was verified: it can be stepped over."""
 
 
+class Unanswered(OSError):
+    """A store does not answer, or not to us: that says nothing about what it holds."""
+
+
 def is_passing(error: BaseException) -> bool:
     """Whether the cause lies in the machine and not in the files: no permission, no memory, no answer."""
     while error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, Unanswered) or type(error).__module__.partition(".")[0] in _CLIENTS:
+        return True
     if isinstance(error, OSError):
         return error.errno in _PASSING
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "PERMISSION_DENIED" in str(error)
+    return isinstance(error, MemoryError) or any(word in str(error) for word in _PASSING_WORDS)
 
 
 def reason(error: BaseException) -> str:

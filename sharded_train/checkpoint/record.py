@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from sharded_train.checkpoint import files
+from sharded_train.checkpoint import cloud, files, names
 from sharded_train.checkpoint.errors import Damage
 
-NAME = "VERIFIED"
+NAME = names.VERIFIED
 _FORMAT = 1
 _MOST_BYTES = 64 << 20  # of a record, and of any file that is not array data
 _ARRAYS = "d"  # the folders that Orbax keeps array data in
@@ -71,7 +71,7 @@ def write(path: Path, verified: Verified) -> None:
 
 def read(path: Path, step: int | None = None) -> Verified:
     """Of the checkpoint at `path`, which is to be that of `step`. Raises Damage when it is not what was written."""
-    if not path.is_dir() or path.is_symlink():
+    if not cloud.is_address(path) and (not path.is_dir() or path.is_symlink()):
         raise Damage(f"{path} is not a directory")
     try:
         data = files.read(path / NAME, _MOST_BYTES)

@@ -4,7 +4,8 @@
     compared -> VERIFIED record, fsync -> rename to N, fsync of the parent
 
 Whatever happens before the rename leaves a directory that is no candidate; after it the checkpoint is whole. Every
-process reads back its own part. Process 0 adds the digests up, writes the record and renames; all hear the outcome.
+process reads back its own part. Process 0 adds the digests up, writes the record and renames; all hear the outcome. In
+a bucket it is written to N at once, and the record is what makes it a candidate.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Save:
         }
         found_files = record.describe_files(self.temporary)
         record.write(self.temporary, record.Verified(self.step, leaves, found_files, self.run, time.time()))
-        files.rename(self.temporary, self.path)
+        files.publish(self.temporary, self.path)
 
     def _who(self) -> str:
         return f"process {self.peers.index} on {socket.gethostname()}: " if self.peers.count > 1 else ""
@@ -109,8 +110,8 @@ def begin(step: int, path: Path, attempt: int, state: Any, run: Mapping[str, Any
     """
     peers = Peers(timeout)
     leaves = by_name(state)
-    temporary = path.with_name(f"{step}.{attempt}.{files.SAVING}")
-    problem = _cannot_write(path.parent, sum(map(num_bytes, leaves.values())), peers.index)
+    temporary = files.temporary(path, attempt)
+    problem = _cannot_write(path, sum(map(num_bytes, leaves.values())), peers.index)
     for index, told in enumerate(peers.all(problem)):
         if told is not None:
             return f"process {index}: {told}" if peers.count > 1 else str(told)
@@ -120,10 +121,13 @@ def begin(step: int, path: Path, attempt: int, state: Any, run: Mapping[str, Any
     return Save(step, path, temporary, dict(run), stored, parts, sums, response, peers)
 
 
-def _cannot_write(directory: Path, num_bytes: int, index: int) -> str | None:
+def _cannot_write(path: Path, num_bytes: int, index: int) -> str | None:
     """What hinders this process to write a checkpoint there, or nothing."""
+    directory = path.parent
     try:
         files.try_to_write(directory, index)
+        if index == 0:
+            files.announce(path)
         free = files.free_bytes(directory)
     except OSError as error:
         return f"{directory} cannot be written: {reason(error)}"

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -44,7 +44,8 @@ class Policy:
 class Supervisor:
     """Runs processes until they are done.
 
-    `command(attempt)` gives the command lines, one for each process; the first has the number `first_process`.
+    `command(attempt)` gives the command lines, one for each process, and `environ` what each has beyond this process's
+    variables, if anything; the first has the number `first_process`.
     `logs` is the folder of process-0.log and so on and of supervisor.log; all of it is printed to `terminal` too.
     """
 
@@ -55,10 +56,11 @@ class Supervisor:
         policy: Policy,
         terminal: TextIO | None = None,
         first_process: int = 0,
+        environ: Sequence[Mapping[str, str]] = (),
     ):
         self._command, self._logs, self._policy = command, logs, policy
         self._terminal = sys.stdout if terminal is None else terminal
-        self._first = first_process
+        self._first, self._environ = first_process, environ
         self._signals = 0
         self._attempt = 0
 
@@ -116,6 +118,7 @@ class Supervisor:
 
     def _start(self, number: int, argv: Sequence[str], progress: Path) -> Child:
         environ = {**os.environ, SUPERVISOR: str(os.getpid()), PROGRESS: str(progress), "PYTHONUNBUFFERED": "1"}
+        environ |= self._environ[number - self._first] if self._environ else {}
         header = f"---- attempt {self._attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
         return Child(argv, environ, self._logs / f"process-{number}.log", header, self._terminal, f"[{number}] ")
 

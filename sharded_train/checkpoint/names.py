@@ -1,0 +1,26 @@
+"""Names of what lies in a directory of checkpoints, on disks and in buckets alike."""
+
+from __future__ import annotations
+
+import re
+
+VERIFIED = "VERIFIED"  # the record, without which nothing is a checkpoint
+SAVING = "saving"  # ours while a checkpoint is written and verified
+DELETING = "deleting"  # ours while one is removed
+DAMAGED = "damaged"  # set aside, never deleted
+ROLLED_BACK = "rolled_back"  # set aside by a roll-back to an earlier step
+_ASIDE = re.compile(rf"\d+\.({DAMAGED}|{ROLLED_BACK})(-\d+)?")
+_PROBE = re.compile(r"\.probe-\d+-\d+")
+
+
+def is_step(name: str) -> bool:
+    return name.isdecimal() and name.isascii() and len(name) <= 18 and str(int(name)) == name
+
+
+def is_aside(name: str) -> bool:
+    return _ASIDE.fullmatch(name) is not None
+
+
+def is_probe(name: str) -> bool:
+    """What a process leaves that was killed while it tried whether it can write."""
+    return _PROBE.fullmatch(name) is not None
