@@ -81,7 +81,7 @@ def begin(
     if choice.steps and recipe.faults.elastic:
         recipe, adapted = elastic.adapted(recipe, checkpointer.record(choice.step), jax.device_count())
         if adapted:
-            console.print(f"note: {adapted}", markup=False, style="yellow", soft_wrap=True)
+            console.print(f"note: {adapted}", markup=False, style="yellow", soft_wrap=not console.is_terminal)
     program = assemble.program_of(recipe)
     if program.attending.implementation == "cudnn":
         window = min(filter(None, recipe.model.windows), default=None)

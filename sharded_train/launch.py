@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.util
 import os
 import re
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from sharded_train.devices import RESERVE_FRACTION
 from sharded_train.errors import ConfigError
 from sharded_train.exits import Exit
 from sharded_train.faults.config import DistributedConfig
-from sharded_train.noise import is_noise
+from sharded_train.noise import has_driver, has_plugin, quiet_plugin
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +63,7 @@ def start(args: argparse.Namespace, waits: DistributedConfig, environ: Mapping[s
     if args.cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.cpu_devices)
-    elif has_plugin() and not _has_driver() and not platforms:
+    elif has_plugin() and not has_driver() and not platforms:
         jax.config.update("jax_platforms", "cpu")  # else JAX tries the plugin and tells at length why it cannot
     if args.coordinator is not None:
         _keep_stdout()
@@ -137,39 +133,6 @@ def without_gpu() -> None:
     jax.config.update("jax_platforms", "cpu")
     with quiet_plugin():
         jax.devices()
-
-
-def has_plugin() -> bool:
-    """Whether JAX's CUDA plugin is installed, with or without CUDA."""
-    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None for version in (12, 13))
-
-
-def _has_driver() -> bool:
-    """Whether there is a driver of NVIDIA's, /dev/dxg being WSL's."""
-    return any(Path(path).exists() for path in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg"))
-
-
-@contextlib.contextmanager
-def quiet_plugin() -> Iterator[None]:
-    """Drops the lines by which the CUDA plugin of jax 0.10 says, each time it is loaded, that there is no GPU.
-
-    They are written from C++ before any setting could silence them. All else that is written meanwhile comes after.
-    """
-    if not has_plugin() or _has_driver():
-        yield
-        return
-    sys.stderr.flush()
-    stderr = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            held.seek(0)
-            os.write(2, b"".join(line for line in held if not is_noise(line)))
 
 
 def _keep_stdout() -> None:

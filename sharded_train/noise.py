@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import os
 import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 _NOISE = re.compile(
     rb"cudart_stub\.cc"  # the CUDA plugin on a machine without a GPU
@@ -15,3 +22,36 @@ _NOISE = re.compile(
 def is_noise(line: bytes) -> bool:
     """Whether nobody misses the line."""
     return _NOISE.search(line) is not None
+
+
+def has_plugin() -> bool:
+    """Whether JAX's CUDA plugin is installed, with or without CUDA."""
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") is not None for version in (12, 13))
+
+
+def has_driver() -> bool:
+    """Whether there is a driver of NVIDIA's, /dev/dxg being WSL's."""
+    return any(Path(path).exists() for path in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg"))
+
+
+@contextlib.contextmanager
+def quiet_plugin() -> Iterator[None]:
+    """Drops the lines by which the CUDA plugin of jax 0.10 says, each time it is loaded, that there is no GPU.
+
+    They are written from C++ before any setting could silence them. All else that is written meanwhile comes after.
+    """
+    if not has_plugin() or has_driver():
+        yield
+        return
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            held.seek(0)
+            os.write(2, b"".join(line for line in held if not is_noise(line)))

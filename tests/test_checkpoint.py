@@ -67,7 +67,7 @@ def wait_by_polling(checkpointer: Checkpointer) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("data", "tensor"), [(4, 2), (2, 1), (1, 8)])
+@pytest.mark.parametrize(("data", "tensor"), [(4, 2), (2, 1), (1, 8), (1, 1), (2, 2)])
 def test_state_and_record_come_back_on_any_mesh(checkpointer: Checkpointer, state: Any, data: int, tensor: int) -> None:
     record = {"step": 7, "tokens_seen": 2**40, "mesh": {"data": 4}, "none": None, "loss": 0.1, "files": ["a", "b"]}
     checkpointer.save(7, state, record)

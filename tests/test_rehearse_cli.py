@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import jax
 import pytest
 
-from sharded_train import launch, rehearse_verb
+from sharded_train import launch, noise, rehearse_verb
 from sharded_train.__main__ import main
 from sharded_train.config_file import CONFIGS
 from sharded_train.recipe import Recipe
@@ -128,12 +128,12 @@ class TestRefused:
 def test_the_plugins_lines_are_dropped_and_all_others_kept(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    noise = "I0000 00:00:1795980412 cudart_stub.cc:31] Could not find cuda drivers\n"
-    monkeypatch.setattr(launch, "has_plugin", lambda: True)
-    for has_driver, said in ((False, "from C++\n"), (True, f"{noise}from C++\n")):
-        monkeypatch.setattr(launch, "_has_driver", lambda found=has_driver: found)
+    line = "I0000 00:00:1795980412 cudart_stub.cc:31] Could not find cuda drivers\n"
+    monkeypatch.setattr(noise, "has_plugin", lambda: True)
+    for has_driver, said in ((False, "from C++\n"), (True, f"{line}from C++\n")):
+        monkeypatch.setattr(noise, "has_driver", lambda found=has_driver: found)
         with contextlib.suppress(RuntimeError), launch.quiet_plugin():
-            os.write(2, f"{noise}from C++\n".encode())
+            os.write(2, f"{line}from C++\n".encode())
             raise RuntimeError("what is written before an error is kept too")
         assert capfd.readouterr().err == said
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
 import shlex
 import shutil
@@ -165,13 +166,23 @@ def test_a_signal_finishes_the_step_and_saves_it(
     jax.tree.map(np.testing.assert_array_equal, state_of(resumed, STEPS)[0], state_of(unbroken, STEPS)[0])
 
 
-def test_a_resume_on_two_devices_without_zero_goes_the_same_way(
-    text: Path, unbroken: Ended, half: Ended, tmp_path: Path
+@pytest.mark.parametrize(
+    ("mesh", "stage"),
+    [
+        ({"data": 2}, 0),
+        pytest.param({"data": 1}, 0, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "pipeline": 2}, 1, marks=pytest.mark.slow),
+        pytest.param({"data": 4, "tensor": 2, "pipeline": 2}, 3, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_resume_on_another_number_of_devices_goes_the_same_way(
+    text: Path, unbroken: Ended, half: Ended, tmp_path: Path, mesh: dict[str, int], stage: int
 ) -> None:
-    """Takes about 10 s: a process of its own, since the devices of this one are 8."""
+    """CASES 25. Takes about 10 s: a process of its own, since the devices of this one are 8."""
     workdir = copy_of(half, tmp_path)
-    settings = {**SETTINGS, "mesh": {"data": 2}, "zero": {"stage": 0}}
-    (ended,) = run_processes(text, tmp_path, settings, workdir, ["--cpu-devices=2"])
+    settings = {**SETTINGS, "mesh": mesh, "zero": {"stage": stage}}
+    (ended,) = run_processes(text, tmp_path, settings, workdir, [f"--cpu-devices={math.prod(mesh.values())}"])
     assert "The run of 10 steps is complete." in ended
     losses, expected = metrics_of(workdir, "loss"), metrics_of(unbroken.workdir, "loss")
     assert losses.keys() == expected.keys()

@@ -13,12 +13,15 @@ Example:
     draw.audit(lambda w: w.T @ w, w, cluster="h100:8x8")
 """
 
-from sharded_train.draw.display import Html
-from sharded_train.draw.mesh import cluster_mesh, mesh
-from sharded_train.draw.plots import plot
-from sharded_train.draw.program import collectives, comparison, memory, schedule, timeline
-from sharded_train.draw.sharding import sharding
-from sharded_train.rehearse.audit import Audit, audit
+from sharded_train.noise import quiet_plugin
+
+with quiet_plugin():
+    from sharded_train.draw.display import Html
+    from sharded_train.draw.mesh import cluster_mesh, mesh
+    from sharded_train.draw.plots import plot
+    from sharded_train.draw.program import collectives, comparison, memory, schedule, timeline
+    from sharded_train.draw.sharding import sharding
+    from sharded_train.rehearse.audit import Audit, audit
 
 __all__ = [
     "Audit",

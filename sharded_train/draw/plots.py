@@ -36,6 +36,7 @@ def plot(
     try:
         import matplotlib
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ConfigError("draw.plot needs matplotlib: pip install 'sharded-train[notebooks]'") from error
     for name, values in lines.items():
@@ -60,13 +61,16 @@ def plot(
                 at = [j + (i - (len(lines) - 1) / 2) * wide for j in range(len(x))]
                 axes.bar(at, values, width=wide, color=colour, label=name)
             else:
-                dashes = "-" if i % 2 == 0 else "--"  # of two that lie on one another both are seen
+                # Of those that lie on one another all are seen: whole below, then dashed, then dotted.
+                dashes, size = (("-", 6), ("--", 4.5), (":", 3))[i % 3]
                 mark = "o" if len(x) < 30 else ""
-                axes.plot(x, values, color=colour, linestyle=dashes, marker=mark, markersize=4, label=name)
+                axes.plot(x, values, color=colour, linestyle=dashes, marker=mark, markersize=size, label=name)
         if kind == "bar":
             words = [str(each) for each in x]
             slanted: dict[str, Any] = {"rotation": 40, "ha": "right"} if sum(map(len, words)) > MOST_LEVEL else {}
             axes.set_xticks(range(len(x)), words, **slanted)
+        elif "x" not in log and all(isinstance(each, int) for each in x):
+            axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))  # there is no step 2.5
         for each in log:
             getattr(axes, f"set_{each}scale")("log", base=2)
             getattr(axes, f"{each}axis").set_major_formatter("{x:g}")
