@@ -1,7 +1,7 @@
 """Training in FP8 on real text beside bf16: final losses, and what happens without scaling.
 
     python benchmarks/fp8_training.py [--recipes bf16 fp8_delayed fp8_current mxfp8 unscaled] [--seeds 0 1 2]
-        [--steps 1000] [--width 256] [--rows 16] [--length 256] [--json OUT]
+        [--steps 1000] [--width 256] [--rows 16] [--length 256] [--learning-rate 2e-3] [--json OUT]
     python benchmarks/fp8_training.py --cost [--windows 9]
 
 The model of configs/quickstart.py on one device, on the source code of Python's standard library; every recipe sees the
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256, help="d_model; d_ff follows")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="the highest; fewer tokens a step want less")
     parser.add_argument("--workdir", type=Path, default=Path("runs/fp8_training"), help="the tokenized text")
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--windows", type=int, default=9)
@@ -82,6 +83,7 @@ def program_of(name: str, seed: int, args: argparse.Namespace) -> Program:
         "train.num_steps": args.steps,
         "train.global_batch_size": args.rows,
         "train.sequence_length": args.length,
+        "schedule.learning_rate": args.learning_rate,
     }
     overrides = [f"--config.{key}={value}" for key, value in settings.items()]
     return assemble.program_of(recipe.load(ROOT / "configs" / "quickstart.py", overrides))
