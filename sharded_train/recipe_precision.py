@@ -63,11 +63,6 @@ def _fp8(recipe: Recipe, sizes: Mapping[str, int]) -> Iterator[str]:
                 f"{reason} on a device; nearest that work: "
                 f"{' or '.join(str(n) for n in (size // unit * unit, size // unit * unit + unit) if n)}"
             )
-    if blocks and recipe.pipeline.schedule == "zero_bubble" and sizes.get("pipeline", 1) > 1:
-        yield (
-            "precision.recipe = mxfp8 with pipeline.schedule = zero_bubble: gradients of weights in blocks are not "
-            "left for later; take pipeline.schedule = 1f1b or interleaved"
-        )
 
 
 def on_device(recipe: Recipe, name: str, capability: str) -> list[str]:

@@ -150,6 +150,9 @@ def test_factors_in_blocks_lie_along_what_is_contracted() -> None:
         whole = q.astype(np.float64) * scale.astype(np.float64).repeat(32, 1)
         return whole if dim else whole.T
 
+    (kept,) = jax.vjp(lambda w: linear(x, w), Deferred.of(ready(w, MX), 32, 64, x=True, axes=()))[1](d_y)
+    later = deferred_gradient(kept.x, kept, (64, 96))
+    assert np.asarray(later) == pytest.approx(np.asarray(d_w.grad, np.float32), rel=2**-8)
     pairs = {
         "y": (y, rounded(x, 1) @ rounded(w, 0)),
         "d_x": (d_x, rounded(d_y, 1) @ rounded(w, 1).T),

@@ -80,6 +80,9 @@ CASES = [
     (MX, "blocks", Layout(data=2, tensor=2, zero=3)),
     pytest.param(MX, "blocks", Layout(data=2, tensor=2, zero=3, overlap=True, remat="selective"), marks=slow),
     pytest.param(MX, "blocks", Layout(pipeline=2, data=2, zero=1, num_microbatches=2, remat="full"), marks=slow),
+    pytest.param(
+        MX, "blocks", Layout(pipeline=2, data=2, num_microbatches=2, schedule="zero_bubble", chunks=1), marks=slow
+    ),
 ]
 
 
@@ -348,7 +351,6 @@ def problems(*changes: str) -> str:
         (["precision.recipe=fp16", "precision.fp16.backoff_factor=1"], "must be above 0 and below 1"),
         (["precision.recipe=mxfp8", "model.num_kv_heads=2"], "num_kv_heads 2 x head_dim 16 / mesh.tensor 2 = 16 is no"),
         (["precision.recipe=mxfp8", "train.sequence_length=8"], "x 2 halves under train.overlap) = 16 is no multiple"),
-        (["precision.recipe=mxfp8", "mesh.pipeline=2", "pipeline.schedule=zero_bubble"], "are not left for later"),
     ],
 )  # fmt: skip
 def test_what_is_refused(changes: list[str], words: str) -> None:

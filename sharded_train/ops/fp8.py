@@ -81,7 +81,10 @@ def one_use(weights: Tree, number: int) -> Tree:
 
 
 class Factors(flax.struct.PyTreeNode):
-    """Zeros whose cotangents make the weight's gradient later: q(x s_x), q(d_y s_g) and 1 / (s_x s_g)."""
+    """Zeros whose cotangents make the weight's gradient later: q(x s_x), q(d_y s_g) and 1 / (s_x s_g).
+
+    Of products in blocks x, d_y and 1.
+    """
 
     x: jax.Array | None  # f8 [rows, in]; None where another weight of the same input has it
     y: jax.Array  # f8 [rows, out]
@@ -92,11 +95,9 @@ def products(x: jax.Array, weights: Sequence[tuple[Observed, Factors | None]]) -
     """`x [rows, in] @ w [in, out]` of each of the weights: x is quantised once, and kept once for the backward pass."""
     ws = [w.w for w, _ in weights if w.w is not None]
     x = compat.vary(x, compat.varying_axes(*(w.q for w in ws), *(w.g for w, _ in weights)))
-    slots: list[Tree] = [{"grad": w.grad, "g": w.g, "x": w.x} for w, _ in weights]
+    slots: list[Tree] = [{"grad": w.grad, "g": w.g, "x": w.x, "factors": factors} for w, factors in weights]
     if ws[0].how.scaling == "blocks":
-        assert all(factors is None for _, factors in weights), "gradients in blocks are not left for later"
         return mx.products(ws[0].how.margin, x, [w.q for w in ws], slots)  # type: ignore[no-any-return]
-    slots = [{**slot, "factors": factors} for slot, (_, factors) in zip(slots, weights, strict=True)]
     return _products(ws[0].how, x, ws, slots)  # type: ignore[no-any-return]
 
 

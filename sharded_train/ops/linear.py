@@ -12,20 +12,23 @@ import jax.numpy as jnp
 from sharded_train import compat
 from sharded_train.ops import fp8
 from sharded_train.ops.dot import dot
+from sharded_train.ops.mx import block_dot
 from sharded_train.params import Tree
+from sharded_train.precision.blocks import quantised
 
 
 class Deferred(flax.struct.PyTreeNode):
     """A weight whose gradient `x^T d_y` is left for later: the cotangents of two zeros are its factors.
 
     `x [rows, in]` is None where another weight of the same input has it. In FP8 the factors are quantised, and the
-    cotangent of `scale` is what their product is to be multiplied by.
+    cotangent of `scale` is what their product is to be multiplied by. What is to be in blocks is quantised later.
     """
 
     w: jax.Array | fp8.Observed
     x: jax.Array | None
     y: jax.Array  # [rows, out]
     scale: jax.Array | None = None
+    blocks: int | None = flax.struct.field(pytree_node=False, default=None)  # the margin, of products in blocks
 
     @classmethod
     def of(cls, w: jax.Array | fp8.Observed, rows: int, num_in: int, *, x: bool, axes: tuple[str, ...]) -> Deferred:
@@ -35,8 +38,11 @@ class Deferred(flax.struct.PyTreeNode):
             return cls(w, zeros(num_in, w.dtype) if x else None, zeros(w.size // num_in, w.dtype))
         assert w.w is not None
         how, num_out = w.w.how, w.size // num_in
+        of_x, of_y, margin = how.forward, how.backward, None
+        if how.scaling == "blocks":
+            of_x, of_y, margin = w.w.q.dtype, w.w.q.dtype, how.margin
         scale = compat.vary(jnp.float32(0), axes)
-        return cls(w.replace(grad=None), zeros(num_in, how.forward) if x else None, zeros(num_out, how.backward), scale)
+        return cls(w.replace(grad=None), zeros(num_in, of_x) if x else None, zeros(num_out, of_y), scale, margin)
 
 
 Weight = jax.Array | Deferred | fp8.Observed
@@ -102,6 +108,9 @@ def deferred_gradient(x: jax.Array, kept: Deferred, shape: tuple[int, ...]) -> j
     if kept.scale is None:
         return dot(x, kept.y, transpose_a=True, out_dtype=fp32).reshape(shape)
     with jax.named_scope("fp8"):
+        if kept.blocks is not None:
+            x_blocks, y_blocks = (quantised(a, 0, kept.blocks) for a in (x, kept.y))
+            return block_dot(x_blocks, y_blocks, fp32).reshape(shape)
         return dot(x, kept.y, transpose_a=True, out_dtype=fp32, precision="highest").reshape(shape) * kept.scale
 
 
