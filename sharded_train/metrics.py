@@ -198,16 +198,17 @@ class ProgressTable:
     def __init__(self, console: Console, last_step: int, num_devices: int):
         self._console, self._last_step, self._num_devices = console, last_step, num_devices
         self._rows = 0
+        self._wide = min(13, max(9, len(f"{last_step}/{last_step}")))  # of the steps; all others always fit
 
     def row(self, step: int, values: Mapping[str, float | None], seconds_per_step: float | None) -> None:
         if self._rows % self.ROWS == 0:
-            self._print(self.HEADER, "dim")
+            self._print(self.HEADER[13 - self._wide :], "dim")
         self._rows += 1
         rate, mfu = values["tokens_per_second"], values["mfu"]
         seconds = None if seconds_per_step is None else seconds_per_step * (self._last_step - step)
         place = f"{step}/{self._last_step}"
         cells = [
-            f"{place if len(place) <= 13 else step:>13}",
+            f"{place if len(place) <= self._wide else step:>{self._wide}}",
             _within(values["loss"], 7),
             f"{_or_dash(rate, ',.0f'):>10}",
             f"{_or_dash(rate and rate / self._num_devices, ',.0f'):>9}",

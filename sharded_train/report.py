@@ -26,10 +26,14 @@ from sharded_train.peak import Peak
 from sharded_train.recipe import Recipe
 from sharded_train.show_tables import WIDTH, attention_in_words, bytes_in_words, flops_in_words, pipeline_title
 
+LEAST = 40  # columns of a page
+
 
 def console_of_process() -> Console:
-    """Process 0 speaks for all."""
-    return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, quiet=jax.process_index() != 0)
+    """Process 0 speaks for all. Under a supervisor its terminal is ours."""
+    columns = os.environ.get("COLUMNS", "") if SUPERVISOR in os.environ else ""
+    width = int(columns) if columns.isdecimal() and int(columns) >= LEAST else WIDTH
+    return Console(width=None if sys.stdout.isatty() else width, highlight=False, quiet=jax.process_index() != 0)
 
 
 class StartUp:

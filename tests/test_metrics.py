@@ -126,6 +126,9 @@ def test_no_line_is_wider_than_a_terminal_of_80_columns() -> None:
     assert max(len(line.rstrip()) for line in lines) <= 80
     assert {len(line) for line in lines[1:8]} == {80}
     assert [line.split()[1] for line in lines[1:4]] == ["1.0000", "1000.00", "1000000"]
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    ProgressTable(console, 1000, 8).row(1000, VALUES, 0.5)  # and beside the "[0] " of `launch`
+    assert {len(line) for line in cast(io.StringIO, console.file).getvalue().splitlines()} == {76}
 
 
 def test_a_terminal_gets_colour() -> None:

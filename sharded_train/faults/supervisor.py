@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -120,7 +121,10 @@ class Supervisor:
         environ = {**os.environ, SUPERVISOR: str(os.getpid()), PROGRESS: str(progress), "PYTHONUNBUFFERED": "1"}
         environ |= self._environ[number - self._first] if self._environ else {}
         header = f"---- attempt {self._attempt}, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
-        return Child(argv, environ, self._logs / f"process-{number}.log", header, self._terminal, f"[{number}] ")
+        prefix = f"[{number}] "
+        if self._terminal.isatty():  # what the process prints is to fit it, though it writes into a pipe
+            environ["COLUMNS"] = str(shutil.get_terminal_size().columns - len(prefix))
+        return Child(argv, environ, self._logs / f"process-{number}.log", header, self._terminal, prefix)
 
     def _watch(self, children: list[Child]) -> list[int | None]:
         """Waits for the end of all: their codes, None of those that are still to be killed."""

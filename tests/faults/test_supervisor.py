@@ -69,6 +69,17 @@ def test_what_ended_for_good_is_not_started_again(tmp_path: Path, code: int) -> 
     assert lives(tmp_path) == 1
 
 
+def test_what_is_printed_is_to_fit_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(io, "StringIO", Terminal)
+    monkeypatch.setenv("COLUMNS", "80")  # which shutil.get_terminal_size goes by
+    _, printed = supervised(tmp_path, "print(os.environ['COLUMNS'])")
+    assert printed.startswith("[0] 76\n")
+
+
 def test_noise_goes_to_the_log_alone(tmp_path: Path) -> None:
     gloo = "[Gloo] Rank 1 is connected to {} peer ranks. Expected number of connected peer ranks is : 7"
     noise = [gloo.format(7), "I0000 00:00:17 5 cudart_stub.cc:31] Could not find cuda drivers on your machine"]
