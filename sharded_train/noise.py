@@ -19,9 +19,33 @@ _NOISE = re.compile(
 )
 
 
+_START = b"[Gloo] Rank "
+_PIECES = re.compile(
+    rb"(?:\[Gloo\] Rank |\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : )*\s*"
+)
+
+
 def is_noise(line: bytes) -> bool:
     """Whether nobody misses the line."""
     return _NOISE.search(line) is not None
+
+
+class NoiseFilter:
+    """Finds noise in the lines of one process, whose Gloo threads write their greetings into one another's."""
+
+    def __init__(self) -> None:
+        self._owed = 0  # ends of lines of greetings that have begun
+
+    def drops(self, line: bytes) -> bool:
+        """Whether the next line is noise."""
+        if _PIECES.fullmatch(line) is None:
+            self._owed = 0
+            return is_noise(line)
+        begun = line.count(_START)
+        if begun <= 1 and self._owed == 0:
+            return is_noise(line)
+        self._owed = max(0, self._owed + begun - 1)
+        return True
 
 
 def has_plugin() -> bool:

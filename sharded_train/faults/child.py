@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from sharded_train.noise import is_noise
+from sharded_train.noise import NoiseFilter
 
 _terminal_lock = threading.Lock()
 
@@ -69,11 +69,12 @@ class Child:
         """A full disk or a closed terminal must not stop it: the process would wait for its pipe to be emptied."""
         assert self._process.stdout is not None
         self._to_log(self._header)
+        noise = NoiseFilter()
         with self._process.stdout as output:
             for raw in output:
                 line = raw.decode(errors="replace")
                 self._to_log(line)
-                if is_noise(raw):
+                if noise.drops(raw):
                     continue
                 with _terminal_lock, contextlib.suppress(OSError, ValueError):
                     self._terminal.write(f"{self._prefix}{line}" if line.endswith("\n") else f"{self._prefix}{line}\n")

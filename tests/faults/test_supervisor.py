@@ -82,8 +82,17 @@ def test_what_is_printed_is_to_fit_the_terminal(tmp_path: Path, monkeypatch: pyt
 
 def test_noise_goes_to_the_log_alone(tmp_path: Path) -> None:
     gloo = "[Gloo] Rank 1 is connected to {} peer ranks. Expected number of connected peer ranks is : 7"
-    noise = [gloo.format(7), "I0000 00:00:17 5 cudart_stub.cc:31] Could not find cuda drivers on your machine"]
-    kept = [gloo.format(6), "E0000 00:00:17 5 gloo.cc:1] connection closed by peer", "a line"]
+    # As it was seen: three threads at once.
+    middle, last = " peer ranks. ", "Expected number of connected peer ranks is : "
+    together = f"[Gloo] Rank [Gloo] Rank 3 is connected to [Gloo] Rank 172 is connected to 7 is connected to {middle}"
+    noise = [
+        f"{together}{middle}7{last}{last}{middle}77{last}",
+        "",
+        "7",
+        gloo.format(7),
+        "I0000 00:00:17 5 cudart_stub.cc:31] Could not find cuda drivers on your machine",
+    ]
+    kept = [gloo.format(6), "E0000 00:00:17 5 gloo.cc:1] connection closed by peer", "", "7", "a line"]
     _, printed = supervised(tmp_path, f"print(*{[*noise, *kept]!r}, sep=chr(10))")
     assert [line.removeprefix("[0] ") for line in printed.splitlines()[:-1]] == kept
     logged = (tmp_path / "logs/process-0.log").read_text().splitlines()
