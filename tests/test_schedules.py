@@ -14,11 +14,12 @@ import pytest
 
 from benchmarks.schedules import single_operations
 from sharded_train.errors import ConfigError
+from sharded_train.schedule_bounds import asynchronous, lockstep, useful_sends
 from sharded_train.schedule_check import check, check_slots
 from sharded_train.schedule_remarks import remarks
 from sharded_train.schedules.build import SCHEDULES, make
 from sharded_train.schedules.costs import Costs
-from sharded_train.schedules.simulate import asynchronous, in_flight, lockstep, neighbours, useful_sends, work
+from sharded_train.schedules.simulate import in_flight, neighbours, work
 from sharded_train.schedules.slots import slots
 from sharded_train.schedules.table import NONE, Schedule, when
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharded_train.ops.fp8 import one_use
+from sharded_train.ops.fp8 import Entered, one_use, together
 from sharded_train.ops.saved import SAVED
 from sharded_train.params import Tree
 
@@ -29,7 +29,7 @@ class Branch(NamedTuple):
     """Half a layer, a residual branch: it communicates where it is entered and left, and only works between."""
 
     normed: Callable[[jax.Array, Tree], jax.Array]  # (x, weights) -> n
-    enter: Callable[[jax.Array], jax.Array]  # n -> h
+    enter: Callable[[jax.Array, Tree], Any]  # (n, weights) -> h
     begin: Callable[[jax.Array, Tree, Any], Any]  # (h, weights, context) -> middle
     end: Callable[[Any, Tree, Any, jax.Array], jax.Array]  # (middle, weights, context, layer) -> y
     leave: Callable[..., jax.Array]  # (x, y, weights, context, layer) -> x
@@ -42,7 +42,7 @@ def block_of(branches: Sequence[Branch]) -> Block:
         for number, branch in enumerate(branches):
             if number == 1:
                 x = _back_after(x, beside)
-            middle = branch.begin(branch.enter(branch.normed(x, weights)), weights, context)
+            middle = branch.begin(branch.enter(branch.normed(x, weights), weights), weights, context)
             x = branch.leave(x, branch.end(middle, weights, context, layer), weights, context, layer)
         return x
 
@@ -80,7 +80,7 @@ def in_halves(branches: Sequence[Branch]) -> Block:
         halves = (slice(0, rows // 2), slice(rows // 2, rows))
         xs, contexts = [x[half] for half in halves], [jax.tree.map(of(half), context) for half in halves]
         turns = [(branch, i) for branch in branches for i in (0, 1)]
-        h, y = branches[0].enter(branches[0].normed(xs[0], uses[0])), None
+        h, y = branches[0].enter(branches[0].normed(xs[0], uses[0]), uses[0]), None
         for turn, (branch, i) in enumerate(turns):
             middle, other = branch.begin(h, uses[i], contexts[i]), 1 - i
             if y is not None:
@@ -90,10 +90,10 @@ def in_halves(branches: Sequence[Branch]) -> Block:
             if turn + 1 < len(turns):
                 following = turns[turn + 1][0]
                 n, middle = lax.optimization_barrier((following.normed(xs[other], uses[other]), middle))
-                h = following.enter(n)
+                h = following.enter(n, uses[other])
             y = branch.end(middle, uses[i], contexts[i], layer)
             if turn + 1 < len(turns):
-                h, y = lax.optimization_barrier((h, y))
+                h, y = together(h, y) if isinstance(h, Entered) else lax.optimization_barrier((h, y))
         xs[1] = branches[-1].leave(xs[1], y, uses[1], contexts[1], layer)
         return jnp.concatenate(xs)
 

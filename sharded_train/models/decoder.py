@@ -20,7 +20,7 @@ from sharded_train.ops import rope
 from sharded_train.ops.dropout import dropout
 from sharded_train.ops.embedding import lookup, own_rows
 from sharded_train.ops.fp8 import Observed
-from sharded_train.ops.linear import Deferred, linear, linears
+from sharded_train.ops.linear import Deferred, Input, entered, linear, linears
 from sharded_train.ops.norm import layer_norm, rms_norm
 from sharded_train.ops.saved import SAVED
 from sharded_train.params import ParamSpec, Tree, normal, ones, zeros
@@ -68,6 +68,11 @@ class DecoderConfig:
     @property
     def kv_heads(self) -> int:
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def ups(self) -> tuple[str, ...]:
+        """Weights that the MLP begins with."""
+        return ("up", "gate") if self.activation == "swiglu" else ("up",)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -174,7 +179,7 @@ def embed(
 
 def branches(config: DecoderConfig, attend: Attend) -> tuple[Branch, Branch]:
     """A layer: attention, then the MLP, each normalised before and added to the residual stream."""
-    tp = TensorParallel()
+    tp, inputs = TensorParallel(), {"attention": ("q", "k", "v"), "mlp": config.ups}
 
     def branch(name: str, begin: Callable[..., Any], end: Callable[..., jax.Array], bias: str, site: int) -> Branch:
         def leave(x: jax.Array, y: jax.Array, weights: Tree, ctx: Context, layer: jax.Array) -> jax.Array:
@@ -184,7 +189,7 @@ def branches(config: DecoderConfig, attend: Attend) -> tuple[Branch, Branch]:
         scoped: Any = jax.named_scope(name)
         return Branch(
             scoped(lambda x, weights: norm(config, x, weights[name]["norm"])),
-            scoped(tp.enter),
+            scoped(lambda n, weights: entered(n, [weights[name][w] for w in inputs[name]], tp)),
             scoped(lambda h, weights, ctx: begin(config, h, weights[name], ctx)),
             scoped(lambda mid, weights, ctx, layer: end(config, mid, weights[name], ctx, layer)),
             scoped(leave),
@@ -200,7 +205,7 @@ def branches(config: DecoderConfig, attend: Attend) -> tuple[Branch, Branch]:
 
 
 def projections(
-    config: DecoderConfig, x: jax.Array, w: Tree, rotations: tuple[jax.Array, jax.Array] | None
+    config: DecoderConfig, x: Input, w: Tree, rotations: tuple[jax.Array, jax.Array] | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries, keys and values of this device's heads: each `[batch, seq, heads, head_dim]`, rotated."""
     kv = {name: _own_kv_heads(config, w[name]) for name in ("k", "v", "k_bias", "v_bias") if name in w}
@@ -230,13 +235,12 @@ def attention_out(config: DecoderConfig, a: jax.Array, w: Tree) -> jax.Array:
     return y.reshape(*a.shape[:2], config.d_model)
 
 
-def mlp_up(config: DecoderConfig, x: jax.Array, w: Tree) -> tuple[jax.Array, ...]:
+def mlp_up(config: DecoderConfig, x: Input, w: Tree) -> tuple[jax.Array, ...]:
     """Column-parallel products: up, and gate where there is one, `[batch, seq, mlp]`."""
-    names = ("up", "gate") if config.activation == "swiglu" else ("up",)
-    return tuple(up.reshape(*x.shape[:2], -1) for up in _of_one_input(config, x, w, *names))
+    return tuple(up.reshape(*x.shape[:2], -1) for up in _of_one_input(config, x, w, *config.ups))
 
 
-def _of_one_input(config: DecoderConfig, x: jax.Array, w: Tree, *names: str) -> list[jax.Array]:
+def _of_one_input(config: DecoderConfig, x: Input, w: Tree, *names: str) -> list[jax.Array]:
     """Products of activations `[batch, seq, embed]` by the weights of these names, `[batch * seq, out]` each."""
     rows = x.reshape(-1, config.d_model)
     ys = linears(rows, [w[name] for name in names], [w.get(f"{name}_bias") for name in names])

@@ -58,5 +58,4 @@ def products(config: DecoderConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 def groups(config: DecoderConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """The layer's weights that multiply activations: groups of one input, by where they stand."""
-    up = ("up", "gate") if config.activation == "swiglu" else ("up",)
-    return (("attention", ("q", "k", "v")), ("attention", ("out",)), ("mlp", up), ("mlp", ("down",)))
+    return (("attention", ("q", "k", "v")), ("attention", ("out",)), ("mlp", config.ups), ("mlp", ("down",)))

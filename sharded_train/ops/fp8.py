@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharded_train import compat
+from sharded_train.collectives import TensorParallel
 from sharded_train.ops import mx
 from sharded_train.ops.dot import dot
 from sharded_train.params import Tree
@@ -37,7 +38,7 @@ class Quantised(flax.struct.PyTreeNode):
     """
 
     q: jax.Array
-    w_scale: jax.Array | None
+    w_scale: Any
     x_scale: jax.Array | None
     g_scale: jax.Array | None
     how: Fp8 = flax.struct.field(pytree_node=False)
@@ -80,81 +81,115 @@ def one_use(weights: Tree, number: int) -> Tree:
     return jax.tree.map(one, weights, is_leaf=lambda w: isinstance(w, Observed))
 
 
-class Factors(flax.struct.PyTreeNode):
-    """Zeros whose cotangents make the weight's gradient later: q(x s_x), q(d_y s_g) and 1 / (s_x s_g).
-
-    Of products in blocks x, d_y and 1.
-    """
-
-    x: jax.Array | None  # f8 [rows, in]; None where another weight of the same input has it
-    y: jax.Array  # f8 [rows, out]
-    scale: jax.Array | None
+# Zeros whose cotangents make a weight's gradient later: q(x s_x) `[rows, in]`, None where another weight of the same
+# input has it; q(d_y s_g) `[rows, out]`; 1 / (s_x s_g). Of products in blocks x, d_y and 1.
+Factors = tuple[jax.Array | None, jax.Array, jax.Array | None]
 
 
-def products(x: jax.Array, weights: Sequence[tuple[Observed, Factors | None]]) -> list[jax.Array]:
+class Entered(flax.struct.PyTreeNode):
+    """Quantised activations, and zeros that have their cotangent: numbers in FP8 have none but in FP8."""
+
+    # Bytes of f8 `[..., in]`: to write one layer into a stack of f8, XLA's CPU back end converts the whole stack.
+    q: jax.Array
+    zero: jax.Array  # [..., in]
+    inverse: jax.Array  # 1 / s_x
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.q.shape
+
+    def reshape(self, *shape: int) -> Entered:
+        return self.replace(q=self.q.reshape(shape), zero=self.zero.reshape(shape))  # type: ignore[no-any-return]
+
+
+def enter(x: jax.Array, weights: Sequence[Observed], tp: TensorParallel | None = None) -> Entered:
+    """x quantised for products by these weights, then, with `tp`, gathered: by a scale that its devices share."""
+    ws, slot = [w.w for w in weights if w.w is not None], next((w.x for w in weights if w.x is not None), None)
+    x = compat.vary(x, compat.varying_axes(*(w.q for w in ws), *(w.g for w in weights)))
+    return _enter(ws[0].how, tp, x, ws[0].x_scale, slot)  # type: ignore[no-any-return]
+
+
+def _entering(how: Fp8, tp: TensorParallel | None, x: jax.Array, known: jax.Array | None, slot: Tree) -> Any:
+    with jax.named_scope("fp8"):
+        scale = _scale(known, x, how.forward, how.margin)
+        q = lax.bitcast_convert_type(quantise(x, scale, how.forward), jnp.uint8)
+        seen = None if slot is None else observe(x, scale, how.forward)[None]
+    q = q if tp is None else tp.enter(q)
+    return Entered(q, compat.vary(jnp.zeros(q.shape, x.dtype), compat.varying_axes(q)), 1 / scale), seen
+
+
+_enter = jax.custom_vjp(lambda *args: _entering(*args)[0], nondiff_argnums=(0, 1))
+_enter.defvjp(_entering, lambda _, tp, seen, d: (d.zero if tp is None else tp.leave(d.zero), None, seen))
+
+
+@jax.custom_vjp
+def together(h: Entered, y: jax.Array) -> tuple[Entered, jax.Array]:
+    """Neither before the other is there, nor going back; the zeros are never made, as a barrier would have them."""
+    q, y = lax.optimization_barrier((h.q, y))
+    return h.replace(q=q), y
+
+
+def _apart(_: None, d: tuple[Entered, jax.Array]) -> tuple[Entered, jax.Array]:
+    zero, d_y = lax.optimization_barrier((d[0].zero, d[1]))
+    return Entered(None, zero, None), d_y  # type: ignore[arg-type]
+
+
+together.defvjp(lambda h, y: (together(h, y), None), _apart)
+
+
+def products(x: jax.Array | Entered, weights: Sequence[tuple[Observed, Factors | None]]) -> list[jax.Array]:
     """`x [rows, in] @ w [in, out]` of each of the weights: x is quantised once, and kept once for the backward pass."""
     ws = [w.w for w, _ in weights if w.w is not None]
-    x = compat.vary(x, compat.varying_axes(*(w.q for w in ws), *(w.g for w, _ in weights)))
-    slots: list[Tree] = [{"grad": w.grad, "g": w.g, "x": w.x, "factors": factors} for w, factors in weights]
+    slots: list[Tree] = [{"grad": w.grad, "g": w.g, "factors": factors} for w, factors in weights]
     if ws[0].how.scaling == "blocks":
+        assert not isinstance(x, Entered)
+        x = compat.vary(x, compat.varying_axes(*(w.q for w in ws), *(w.g for w, _ in weights)))
+        slots = [{**slot, "x": w.x} for slot, (w, _) in zip(slots, weights, strict=True)]
         return mx.products(ws[0].how.margin, x, [w.q for w in ws], slots)  # type: ignore[no-any-return]
-    return _products(ws[0].how, x, ws, slots)  # type: ignore[no-any-return]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _products(how: Fp8, x: jax.Array, ws: list[Quantised], slots: list[Tree]) -> list[jax.Array]:
-    return _forward(how, x, ws, slots)[0]
+    entered = x if isinstance(x, Entered) else enter(x, [w for w, _ in weights])
+    return _products(ws[0].how, entered, ws, slots)  # type: ignore[no-any-return]
 
 
 @jax.named_scope("fp8")
-def _forward(how: Fp8, x: jax.Array, ws: list[Quantised], slots: list[Tree]) -> tuple[list[jax.Array], Tree]:
-    scale = _scale(ws[0].x_scale, x, how.forward, how.margin)  # weights of one input share its scale
-    q = quantise(x, scale, how.forward)
-    seen = observe(x, scale, how.forward) if any(slot["x"] is not None for slot in slots) else None
-    ys = [_scaled(dot(q, w.q, out_dtype=x.dtype), _inverse(scale, w)) for w in ws]
+def _forward(how: Fp8, x: Entered, ws: list[Quantised], slots: list[Tree]) -> tuple[list[jax.Array], Tree]:
+    q = lax.bitcast_convert_type(x.q, how.forward)
+    ys = [_scaled(dot(q, w.q, out_dtype=x.zero.dtype), x.inverse * (1 / w.w_scale)) for w in ws]
     wanted = jax.tree.map(lambda _: (), slots)  # which there are, without the arrays
-    # As bytes: to write one layer into a stack of f8, XLA's CPU back end converts the whole stack.
-    return ys, (lax.bitcast_convert_type(q, jnp.uint8), 1 / scale, seen, ws, wanted)
+    return ys, (x.replace(zero=None), ws, wanted)
 
 
 @jax.named_scope("fp8")
-def _backward(how: Fp8, saved: Tree, d_ys: list[jax.Array]) -> tuple[jax.Array, None, list[Tree]]:
-    kept, x_inverse, seen_x, ws, wanted = saved
-    q_x = lax.bitcast_convert_type(kept, how.forward)
-    each = [_back(how, q_x, x_inverse, w, d_y, want) for w, d_y, want in zip(ws, d_ys, wanted, strict=True)]
-    for (_, found), want in zip(each, wanted, strict=True):
-        found["x"] = None if want["x"] is None else seen_x[None]
-    d_x = functools.reduce(jnp.add, (d_x for d_x, _ in each))
-    return d_x.astype(d_ys[0].dtype), None, [found for _, found in each]
+def _backward(how: Fp8, saved: Tree, d_ys: list[jax.Array]) -> tuple[Entered, None, list[Tree]]:
+    x, ws, wanted = saved
+    q_x = lax.bitcast_convert_type(x.q, how.forward)
+    each = [_back(how, q_x, x.inverse, w, d_y, want) for w, d_y, want in zip(ws, d_ys, wanted, strict=True)]
+    d_x = functools.reduce(jnp.add, (d_x for d_x, _ in each)).astype(d_ys[0].dtype)
+    return Entered(None, d_x, None), None, [found for _, found in each]  # type: ignore[arg-type]
 
 
 def _back(
     how: Fp8, q_x: jax.Array, x_inverse: jax.Array, w: Quantised, d_y: jax.Array, wanted: Tree
 ) -> tuple[jax.Array, Tree]:
-    """One weight's part of the cotangent of x, fp32, and the cotangents of its zeros but of what was seen of x."""
+    """One weight's part of the cotangent of x, fp32, and the cotangents of its zeros."""
     scale = _scale(w.g_scale, d_y, how.backward, how.margin)
     q_g, seen = quantise(d_y, scale, how.backward), observe(d_y, scale, how.backward)
     exact = functools.partial(dot, out_dtype=d_y.dtype, precision="highest")
-    d_x = exact(q_g, w.q, transpose_b=True).astype(jnp.float32) * _inverse(scale, w)
+    d_x = exact(q_g, w.q, transpose_b=True).astype(jnp.float32) * (1 / scale * (1 / w.w_scale))
     factor = compat.vary(x_inverse * (1 / scale), compat.varying_axes(q_x, q_g))
     found: Tree = {"grad": None, "g": seen[None], "factors": None}
     if wanted["grad"] is not None:
         found["grad"] = _scaled(exact(q_x, q_g, transpose_a=True), factor)
     if wanted["factors"] is not None:
-        found["factors"] = Factors(None if wanted["factors"].x is None else q_x, q_g, factor)
+        found["factors"] = (None if wanted["factors"][0] is None else q_x, q_g, factor)
     return d_x, found
 
 
+_products = jax.custom_vjp(lambda *args: _forward(*args)[0], nondiff_argnums=(0,))
 _products.defvjp(_forward, _backward)
 
 
 def _scale(known: jax.Array | None, x: jax.Array, dtype: jnp.dtype, margin: int) -> jax.Array:
     return current_scale(jnp.abs(x.astype(jnp.float32)).max(), dtype, margin) if known is None else known
-
-
-def _inverse(scale: jax.Array, w: Quantised) -> jax.Array:
-    assert w.w_scale is not None
-    return 1 / scale * (1 / w.w_scale)
 
 
 def _scaled(x: jax.Array, by: jax.Array) -> jax.Array:

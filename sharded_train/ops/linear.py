@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 
 from sharded_train import compat
+from sharded_train.collectives import TensorParallel, axis_size
 from sharded_train.ops import fp8
 from sharded_train.ops.dot import dot
 from sharded_train.ops.mx import block_dot
@@ -46,6 +47,7 @@ class Deferred(flax.struct.PyTreeNode):
 
 
 Weight = jax.Array | Deferred | fp8.Observed
+Input = jax.Array | fp8.Entered
 
 
 def linear(x: jax.Array, w: Weight, bias: jax.Array | None = None) -> jax.Array:
@@ -57,7 +59,9 @@ def linear(x: jax.Array, w: Weight, bias: jax.Array | None = None) -> jax.Array:
     return linears(x, [w], [bias])[0]
 
 
-def linears(x: jax.Array, weights: Sequence[Weight], biases: Sequence[jax.Array | None]) -> list[jax.Array]:
+def linears(
+    x: jax.Array | fp8.Entered, weights: Sequence[Weight], biases: Sequence[jax.Array | None]
+) -> list[jax.Array]:
     """The same of several weights that multiply one input: those in FP8 share it quantised."""
     as_fp8 = {i: both for i, w in enumerate(weights) if (both := _in_fp8(x, w)) is not None}
     made = dict(zip(as_fp8, fp8.products(x, list(as_fp8.values())), strict=True)) if as_fp8 else {}
@@ -65,24 +69,24 @@ def linears(x: jax.Array, weights: Sequence[Weight], biases: Sequence[jax.Array 
     return [y if bias is None else y + bias.reshape(-1) for y, bias in zip(ys, biases, strict=True)]
 
 
-def _in_fp8(x: jax.Array, w: Weight) -> tuple[fp8.Observed, fp8.Factors | None] | None:
+def entered(x: jax.Array, weights: Sequence[Weight], tp: TensorParallel) -> Input:
+    """`x [batch, seq between blocks, in]` whole, for these weights: in FP8 where all are, by a scale that is known."""
+    those = [w.w if isinstance(w, Deferred) else w for w in weights]
+    in_fp8 = [w for w in those if isinstance(w, fp8.Observed) and w.w is not None and w.w.x_scale is not None]
+    return fp8.enter(x, in_fp8, tp) if axis_size("tensor") > 1 and len(in_fp8) == len(those) else tp.enter(x)
+
+
+def _in_fp8(x: Input, w: Weight) -> tuple[fp8.Observed, fp8.Factors | None] | None:
     """A weight in FP8 as a matrix, and the zeros for what its gradient is made of later; None of another one."""
-    of, factors = (w.w, fp8.Factors(w.x, w.y, w.scale)) if isinstance(w, Deferred) else (w, None)
+    of, factors = (w.w, (w.x, w.y, w.scale)) if isinstance(w, Deferred) else (w, None)
     return (of.each(lambda w: w.reshape(x.shape[1], -1)), factors) if isinstance(of, fp8.Observed) else None
 
 
-def _plain(x: jax.Array, w: jax.Array | Deferred) -> jax.Array:
-    if isinstance(w, Deferred):
-        matrix = w.w.reshape(x.shape[1], -1)  # type: ignore[union-attr]
-        return _product(compat.vary(x, compat.varying_axes(matrix)), matrix, (w.x, w.y))  # type: ignore[no-any-return]
-    split = next(i for i in range(w.ndim) if math.prod(w.shape[:i]) == x.shape[1])
-    return product(x, w.reshape(x.shape[1], math.prod(w.shape[split:])))
-
-
-def product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """`x [rows, in] @ w [in, out]`, differentiable by both."""
-    x, w = compat.vary(x, compat.varying_axes(w)), compat.vary(w, compat.varying_axes(x))
-    return _product(x, w, None)  # type: ignore[no-any-return]
+def _plain(x: jax.Array, w: Any) -> jax.Array:
+    of, zeros = (w.w, (w.x, w.y)) if isinstance(w, Deferred) else (w, None)
+    matrix: jax.Array = of.reshape(x.shape[1], -1)  # type: ignore[union-attr]
+    x = compat.vary(x, compat.varying_axes(matrix))
+    return _product(x, matrix if zeros else compat.vary(matrix, compat.varying_axes(x)), zeros)  # type: ignore[no-any-return]
 
 
 @jax.custom_vjp

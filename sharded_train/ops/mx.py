@@ -60,7 +60,7 @@ def _backward(margin: int, saved: Tree, d_ys: list[jax.Array]) -> tuple[jax.Arra
             grad = block_dot(x, quantised(d_y, 0, margin), d_y.dtype)
         else:
             one = compat.vary(jnp.float32(1), compat.varying_axes(d_y))
-            factors = factors.replace(x=None if factors.x is None else kept, y=d_y, scale=one)
+            factors = (None if factors[0] is None else kept, d_y, one)
         found.append({"grad": grad, "g": observe(d_y, 1, margin)[None], "x": of_x, "factors": factors})
     return functools.reduce(jnp.add, d_xs).astype(d_ys[0].dtype), None, found
 

@@ -1,8 +1,7 @@
 """How long a schedule takes and what it holds: found by playing its table with real costs, never by counting ticks.
 
 A tick ends in a send to each neighbour in the ring, so a stage begins its next tick when it *and its neighbours* have
-ended this one. `lockstep` lets it wait for all stages, `asynchronous` only for the data that it needs: the bounds on
-either side.
+ended this one. `schedule_bounds` has the bounds on either side.
 """
 
 from __future__ import annotations
@@ -56,15 +55,11 @@ def neighbours(schedule: Schedule, costs: Costs) -> Timing:
             before[0], after[-1] = ends[0], ends[-1]
         return np.maximum(ends, np.maximum(before, after))
 
-    return _ticks(work(schedule, costs).sum(0), wait)
+    return in_ticks(work(schedule, costs).sum(0), wait)
 
 
-def lockstep(schedule: Schedule, costs: Costs) -> Timing:
-    """Every stage waits for all stages after every tick."""
-    return _ticks(work(schedule, costs).sum(0), lambda ends: np.full_like(ends, ends.max()))
-
-
-def _ticks(spent: np.ndarray, wait: Callable[[np.ndarray], np.ndarray]) -> Timing:
+def in_ticks(spent: np.ndarray, wait: Callable[[np.ndarray], np.ndarray]) -> Timing:
+    """Of times `[tick, stage]`, when `wait` makes of every stage's end the time at which its next tick may begin."""
     begins, ends = np.zeros_like(spent), np.zeros_like(spent)
     at = np.zeros(spent.shape[1])
     for tick, cost in enumerate(spent):
@@ -72,24 +67,6 @@ def _ticks(spent: np.ndarray, wait: Callable[[np.ndarray], np.ndarray]) -> Timin
         ends[tick] = at + cost
         at = wait(ends[tick])
     return Timing(begins, ends)
-
-
-def asynchronous(schedule: Schedule, costs: Costs) -> float:
-    """Time of the step if every stage kept its order of work but waited for data only: no executor can be faster."""
-    spent, stage = work(schedule, costs), np.arange(schedule.num_stages)
-    inputs, cotangents = (np.zeros((schedule.num_items + 1, schedule.num_stages)) for _ in range(2))  # last: of no item
-    arriving = (schedule.arriving_inputs(), schedule.arriving_cotangents())
-    free, sent_on, sent_back = (np.zeros(schedule.num_stages) for _ in range(3))
-    for tick in range(schedule.num_ticks):
-        inputs[arriving[0][tick], stage] = np.roll(sent_on, 1)
-        cotangents[arriving[1][tick], stage] = np.roll(sent_back, -1)
-        inputs[NONE], cotangents[NONE] = 0.0, 0.0
-        free = np.maximum(free, inputs[schedule.forward[tick], stage]) + spent[0, tick]
-        sent_on = free
-        free = np.maximum(free, cotangents[schedule.backward[tick], stage]) + spent[1, tick]
-        sent_back = free
-        free = free + spent[2, tick]
-    return float(free.max())
 
 
 def in_flight(schedule: Schedule) -> np.ndarray:
@@ -106,8 +83,3 @@ def _most_between(first: np.ndarray, last: np.ndarray) -> np.ndarray:
     """Both ends count: what begins and ends in the same tick is held in it."""
     begun, ended = np.cumsum(first != NONE, axis=0), np.cumsum(last != NONE, axis=0)
     return (begun - ended + (last != NONE)).max(0)
-
-
-def useful_sends(schedule: Schedule) -> int:
-    """How many of the 2 x ticks x stages sends of a step carry something that is used: 2 m (p v - 1)."""
-    return int((schedule.arriving_inputs() != NONE).sum() + (schedule.arriving_cotangents() != NONE).sum())
