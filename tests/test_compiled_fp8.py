@@ -12,6 +12,7 @@ from sharded_train import recipe
 from sharded_train.errors import ConfigError
 from sharded_train.rehearse import clusters, computed, fp8, hlo
 from sharded_train.rehearse.compile import check_plugin, compile_for
+from sharded_train.rehearse.run import facts_of
 
 try:
     check_plugin()
@@ -139,3 +140,17 @@ def test_every_product_in_blocks_is_a_call_of_cudnn_on_blackwell(changes: list[s
     assert not [what for what in counted["unknown"] if "blockScaledDot" in what]
     gathered = entries([e for e in collectives_of(compiled) if e.op == "all-gather" and e.axes == ("data",)])
     assert set(gathered) == {"bf16"}
+
+
+@slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_layers_in_bf16_are_counted_as_often_as_stages_have_them(schedule: str) -> None:
+    """One of three layers: two stages share a program that has its loop, which the second passes over."""
+    changes = [f"pipeline.schedule={schedule}", "pipeline.num_chunks=1", "precision.fp8.bf16_layers.first=1"]
+    asked = recipe.from_dict({**PIPELINE, **DELAYED}, [f"--config.{change}" for change in changes])
+    facts = facts_of(compile_for(asked, CLUSTER))
+    assert facts["fp8"]["asked"] == facts["fp8"]["in_fp8"] == FORWARD + BACKWARD
+    assert facts["computed"]["explained"][computed.REST] == 0
+    tokens = 8 * 256 // 2  # of a device; matrices are whole on it
+    layer = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512
+    assert facts["computed"]["by_kind"]["products in FP8"] == (3 * 2 * tokens * layer) * (LAYERS - 1) // 2

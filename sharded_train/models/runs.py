@@ -6,6 +6,7 @@ share one program: there a run is as long as the longest in any chunk, and paddi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +21,7 @@ from sharded_train.models.stack import Backward, Collect, Forward, Source
 from sharded_train.params import Tree
 
 Runs = tuple[Source, ...]
+RUN = "run_"  # of scopes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,8 +81,9 @@ def forward(
 ) -> Forward:
     """As `stack.forward`; what it takes and leaves behind is of each run."""
     ups: list[Forward] = []
-    for source, early, room in zip(runs, _each(first, runs), _each(keep, runs), strict=True):
-        ups.append(stack.forward(block, source, x, context, first=early, keep=room))
+    for i, (source, early, room) in enumerate(zip(runs, _each(first, runs), _each(keep, runs), strict=True)):
+        with _scope(runs, i):
+            ups.append(stack.forward(block, source, x, context, first=early, keep=room))
         x = ups[-1].y
     return Forward(x, *(_together(getattr(up, name) for up in ups) for name in ("saved", "whole", "last")))
 
@@ -99,17 +102,24 @@ def backward(
 ) -> Backward:
     """As `stack.backward`, from the last run to the first."""
     downs: list[Backward] = []
-    for source, kept, at_hand in reversed(list(zip(runs, saved, _each(last, runs), strict=True))):
-        down = stack.backward(block, source, kept, d_y, context, collect, sums, last=at_hand, beside=beside)
+    for i, at_hand in reversed(list(enumerate(_each(last, runs)))):
+        with _scope(runs, i):
+            down = stack.backward(block, runs[i], saved[i], d_y, context, collect, sums, last=at_hand, beside=beside)
         d_y, sums, beside = down.d_x, down.sums, None
         downs.insert(0, down)
     return Backward(d_y, sums, *(_together(getattr(down, name) for down in downs) for name in ("kept", "first")))
 
 
 def backward_weights(runs: Runs, kept: Any, collect: Collect, sums: Tree) -> Tree:
-    for source, of_run in zip(runs, kept, strict=True):
-        sums = stack.backward_weights(source, of_run, collect, sums)
+    for i, source in enumerate(runs):
+        with _scope(runs, i):
+            sums = stack.backward_weights(source, kept[i], collect, sums)
     return sums
+
+
+def _scope(runs: Runs, i: int) -> Any:
+    """By which `rehearse.pace` knows a run's conditionals."""
+    return jax.named_scope(RUN + str(i)) if len(runs) > 1 else contextlib.nullcontext()
 
 
 def _each(of: Any, runs: Runs) -> Any:

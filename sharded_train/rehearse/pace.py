@@ -6,7 +6,8 @@ as long as the stages that it waits for, each of which begins a tick when it and
 
 Conditionals, loops of one turn or none among them, are known by what their branches hold: those of the passes stand in
 the loop over ticks; the head and the embedding in a branch of these; a layer that a shorter chunk does not have in the
-loop over a chunk's layers. Layers with windows of several kinds choose their kernel in conditionals that say so.
+loop over a chunk's layers. Layers with windows of several kinds choose their kernel in conditionals that say so, and
+so do layers in runs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from sharded_train.models.runs import RUN, Spans
 from sharded_train.ops.attention import BY_KERNEL
 from sharded_train.pipeline import Pipeline
 from sharded_train.rehearse.hlo import Computation, Instruction, Module
@@ -84,7 +86,8 @@ class Pace:
     ticks: tuple[tuple[Doing, ...], ...]  # [tick][stage]
     conditionals: Mapping[str, Conditional]
     ring: bool = False
-    windows: Mapping[tuple[str, int], Fraction] = dataclasses.field(default_factory=dict)  # see `shares`
+    # Of conditionals that choose a layer's kernel, or pass over a layer of a run; see `shares`.
+    windows: Mapping[tuple[str, int], Fraction] = dataclasses.field(default_factory=dict)
 
     def critical(self, seconds: Mapping[Doing, float]) -> list[Doing]:
         """For each tick what the stage does that the end of the step waits for, directly or through its neighbours."""
@@ -113,11 +116,13 @@ class Pace:
         return shares
 
 
-def pace_of(pipe: Pipeline | None, module: Module, windows: Sequence[int | None] = ()) -> Pace | None:
+def pace_of(
+    pipe: Pipeline | None, module: Module, windows: Sequence[int | None] = (), spans: Spans = ()
+) -> Pace | None:
     """The pace of a pipeline's program, or of one whose layers have `windows` of several kinds; None of any other, or
     where a pipeline's conditionals are not understood.
     """
-    of_kernels = dict(_window_shares(module, windows))
+    of_kernels = dict(_window_shares(module, windows)) | dict(_run_shares(module, spans))
     if pipe is None:
         return Pace((), {}, windows=of_kernels) if of_kernels else None
     conditionals = dict(_conditionals(module, module.computations[module.entry], None, False))
@@ -135,6 +140,24 @@ def _window_shares(module: Module, windows: Sequence[int | None]) -> Iterator[tu
             if _chooses_kernel(instruction):
                 for branch, count in enumerate(layers.values()):
                     yield (instruction.name, branch), Fraction(count, len(windows))
+
+
+def _run_shares(module: Module, spans: Spans) -> Iterator[tuple[tuple[str, int], Fraction]]:
+    """How often the mean chunk has the layer that a conditional of a run decides about, see `models.runs`."""
+    for computation in module.computations.values():
+        for instruction in computation:
+            branches = branches_of(module, instruction) if _of_run(instruction) else None
+            if branches is None or _chooses_kernel(instruction):
+                continue
+            span = spans[next(i for i in range(len(spans)) if f"{RUN}{i}" in names_of(instruction.scope))]
+            weights = [_weight(module, branch) for branch in branches]
+            there = Fraction(int(span.count.sum()), span.count.size * int(span.count.max()))
+            for branch in range(len(branches)):
+                yield (instruction.name, branch), there if weights[branch] == max(weights) else 1 - there
+
+
+def _of_run(instruction: Instruction) -> bool:
+    return any(name.startswith(RUN) for name in names_of(instruction.scope))
 
 
 def _chooses_kernel(instruction: Instruction) -> bool:
@@ -184,7 +207,7 @@ def _conditionals(
 ) -> Iterator[tuple[str, Conditional]]:
     """Every conditional of a role that is known, by name. `within` is the pass it stands in, `looped` a loop there."""
     for instruction in computation:
-        if _chooses_kernel(instruction):
+        if _chooses_kernel(instruction) or (_of_run(instruction) and branches_of(module, instruction) is not None):
             continue
         if (branches := branches_of(module, instruction)) is not None:
             weights = [_weight(module, branch) for branch in branches]

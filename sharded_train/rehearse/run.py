@@ -42,7 +42,8 @@ def facts_of(compiled: Compiled) -> dict[str, Any]:
     module = hlo.parse(compiled.text)
     collectives, _ = wires.collectives(module, Places.of(program.mesh))
     flops = flops_of(program)
-    pace = pace_of(program.pipe, module, program.model.layer_windows)
+    spans = () if program.pipe is None else program.pipe.spans(program.local.bf16_ends)
+    pace = pace_of(program.pipe, module, program.model.layer_windows, spans)
     dtype = HLO_NAMES[recipe.precision.compute_dtype.name]
     shown = describe(recipe, stand_ins(cluster))
     facts: dict[str, Any] = {
