@@ -95,6 +95,7 @@ def links_table(mesh: Mapping[str, Any]) -> Table:
 def _parameters(facts: Mapping[str, Any]) -> Table:
     """Parameters outside the layers, then those of one layer, whose state is that of all layers."""
     table = new_table("parameter", "shape", "logical axes", "stored", "gathered", "state", right=["state"])
+    table.columns[0].no_wrap = True  # axes are broken between words, a name is not
 
     def row(p: Mapping[str, Any], name: str, first: int) -> None:
         shape = "×".join(map(str, p["shape"][first:]))
