@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -13,7 +15,7 @@ from jax.experimental import multihost_utils
 
 
 class StopRequest:
-    """Listens while it is entered. With several processes, all of them stop after the same step."""
+    """Listens to SIGTERM while it is entered. With several processes, all of them stop after the same step."""
 
     def __init__(self) -> None:
         self._received = False
@@ -21,14 +23,24 @@ class StopRequest:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
-        if threading.current_thread() is threading.main_thread():  # only there can Python listen to signals
-            # With several processes SIGTERM is JAX's: its service spreads the word and finds a common step.
-            for number in (signal.SIGINT,) if self._distributed else (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._on_signal)
+        if not self._distributed:  # else SIGTERM is JAX's: its service spreads the word and finds a common step
+            self._listen(signal.SIGTERM)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._restore()
+
+    @contextlib.contextmanager
+    def interrupts(self) -> Iterator[None]:
+        """Listens to SIGINT too: while nothing is done yet that could be lost, Ctrl-C ends a run at once."""
+        self._listen(signal.SIGINT)
+        yield
+        self._restore(signal.SIGINT)
+
+    @property
+    def early(self) -> bool:
+        """Whether to stop before the first step, where no other process has to agree: there is nothing to save."""
+        return self._received and not self._distributed
 
     def agreed(self, step: int) -> bool:
         """Whether to stop after `step`; to be asked after every step, by all processes."""
@@ -44,7 +56,12 @@ class StopRequest:
         if self._distributed:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before.clear()
+    def _listen(self, number: int) -> None:
+        # Only in the main thread can Python listen to signals.
+        if threading.current_thread() is threading.main_thread() and not self._received:
+            self._before[number] = signal.signal(number, self._on_signal)
+
+    def _restore(self, *numbers: int) -> None:
+        for number in numbers or tuple(self._before):
+            if number in self._before:
+                signal.signal(number, self._before.pop(number))

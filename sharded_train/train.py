@@ -60,15 +60,20 @@ def _train(recipe: Recipe, workdir: Path, start: Start, guard: Guard) -> int:
     console = report.console_of_process()
     try:
         with contextlib.ExitStack() as stack:
+            stop = stack.enter_context(StopRequest())
             begun = begin(recipe, workdir, start, console, guard, stack)
             if begun is None:
                 return Exit.DONE
             run, state = begun
             log = _log_of(run, stack)
-            train_step = _compiled(run)
+            train_step = None if stop.early else _compiled(run)
+            if train_step is None or stop.early:
+                console.print("stopped by a signal before the first step: there is nothing to save", markup=False)
+                return Exit.PREEMPTED
+            stack.enter_context(stop.interrupts())
             while True:
                 try:
-                    return _end(run, *_loop(run, train_step, state, log))
+                    return _end(run, *_loop(run, train_step, state, log, stop))
                 except RollBack as found:
                     fault = found.with_traceback(None)  # which holds the state that is to be given up
                 log.health.rolled_back(fault)
@@ -105,14 +110,14 @@ def _compiled(run: Run) -> jax.stages.Compiled:
 
 
 def _loop(
-    run: Run, train_step: jax.stages.Compiled, state: TrainState, log: RunLog
+    run: Run, train_step: jax.stages.Compiled, state: TrainState, log: RunLog, stop: StopRequest
 ) -> tuple[TrainState, int, Validation | None]:
     """The state, step and validation at the end. In the turn of `step` k the k-th update is made."""
     recipe, program, waiting = run.recipe, run.program, run.inspection.waiting
     run.guard.enter("step")
     run.inspection.begin(run.start_step)
     found = None
-    with _batches(run) as batches, StopRequest() as stop, _profile(run) as profile, _last_good(run.checkpointer):
+    with _batches(run) as batches, _profile(run) as profile, _last_good(run.checkpointer):
         for step in range(run.start_step + 1, run.last_step + 1):
             profile.before(step - 1, state)
             batch = Batch(**_next(batches, run, step))

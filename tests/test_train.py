@@ -26,8 +26,9 @@ from jax import monitoring
 
 from sharded_train import assemble, config, initial_weights
 from sharded_train import recipe as recipes
+from sharded_train import train as training
 from sharded_train import workdir as workdirs
-from sharded_train.checkpoint import Checkpointer
+from sharded_train.checkpoint import Checkpointer, SavePolicy
 from sharded_train.checkpoint.peers import Peers
 from sharded_train.errors import ConfigError
 from sharded_train.evaluate import evaluate
@@ -164,6 +165,45 @@ def test_a_signal_finishes_the_step_and_saves_it(
     assert Checkpointer(stopped.workdir / "checkpoints").steps() == [3]
     resumed = run(recipe_of(text), stopped.workdir)
     jax.tree.map(np.testing.assert_array_equal, state_of(resumed, STEPS)[0], state_of(unbroken, STEPS)[0])
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "code", "at", "saved"),
+    [
+        (assemble, "resume", Exit.PREEMPTED, 5, [5]),  # while it is restored
+        (training, "_compiled", Exit.PREEMPTED, 5, [5]),
+        (SavePolicy, "save", Exit.PREEMPTED, 7, [5, 6, 7]),  # of step 6: the next step is the last
+        (SavePolicy, "finish", Exit.DONE, 8, [6, 7, 8]),  # while the last save is waited for
+    ],
+)
+def test_a_signal_at_another_time_loses_nothing(
+    text: Path,
+    half: Ended,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    name: str,
+    code: int,
+    at: int,
+    saved: list[int],
+) -> None:
+    """From step 5 to step 8, saved at every step. Outside of the loop, Ctrl-C still ends it at once."""
+    function = getattr(module, name)
+    signals = iter([signal.SIGTERM])
+
+    def kill(*args: Any, **options: Any) -> Any:
+        for number in signals:  # once
+            os.kill(os.getpid(), number)
+        return function(*args, **options)
+
+    monkeypatch.setattr(module, name, kill)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    stopped = run(recipe_of(text, "train.stop_at=8", "checkpoint.every=1"), copy_of(half, tmp_path))
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert stopped.code == code
+    assert ("stopped by a signal before the first step" in stopped.output) == (at == 5)
+    assert Checkpointer(stopped.workdir / "checkpoints").steps() == saved
+    assert max(metrics_of(stopped.workdir, "loss")) == at
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flipping import flipped
@@ -22,6 +23,8 @@ from sharded_train.checkpoint import Checkpointer
 from sharded_train.exits import Exit
 from sharded_train.faults.goodput import account, read
 from sharded_train.faults.health import Health
+from sharded_train.models import decoder
+from sharded_train.ops import embedding
 from sharded_train.recipe import Recipe
 from sharded_train.step import TrainState
 
@@ -113,6 +116,64 @@ def test_bad_batches_are_left_out_and_a_resume_leaves_them_out_too(
     lines = read(tmp_path / "run/goodput.jsonl")
     assert [(line["to"], line["batches"]) for line in lines if line.get("event") == "roll_back"] == [(4, [5, 6])]
     assert account(lines).seconds["redone"] > 0
+
+
+def test_a_nan_in_one_microbatch_of_one_rank_is_skipped_by_all_and_left_out(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the compiled step: row 5 of 8, the second microbatch of rank 2 of 4, holds a token that is none, which
+    becomes NaN; in batches 5 and 6. Two starts: 10 to 20 s.
+    """
+
+    def lookup(rows: jax.Array, ids: jax.Array) -> jax.Array:
+        return jnp.where((ids == -1)[..., None], jnp.nan, embedding.lookup(rows, ids))
+
+    following, compiled = training._next, training._compiled
+    skipped: list[int] = []
+
+    def poison(batches: Any, run: begin.Run, step: int) -> Any:
+        batch = following(batches, run, step)
+        if begin.batch_number(step - 1, run.left_out) not in (5, 6):
+            return batch
+        tokens = np.array(batch["tokens"])
+        tokens[5, 3] = -1
+        return {**batch, "tokens": jax.device_put(tokens, batch["tokens"].sharding)}
+
+    def watched(run: begin.Run) -> Any:
+        step_of = compiled(run)
+
+        def train_step(state: TrainState, batch: Any) -> Any:
+            before = jax.tree.map(np.array, (state.params, state.opt_state))
+            number, num_skipped = int(state.step) + int(state.skipped) + 1, int(state.skipped)
+            is_bad = bool((np.array(batch.tokens) == -1).any())
+            state, metrics = step_of(state, batch)
+            assert int(state.skipped) == num_skipped + is_bad
+            if is_bad:
+                skipped.append(number)
+                jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), before)
+            return state, metrics
+
+        return train_step
+
+    monkeypatch.setattr(decoder, "lookup", lookup)
+    monkeypatch.setattr(training, "_compiled", watched)
+    recipe = recipe_of(text, "train.num_microbatches=2")
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "_next", poison)
+        code, said = run(recipe, tmp_path / "run")
+    assert code == Exit.DONE
+    assert skipped == [6, 7]
+    assert "step 6 is skipped: loss not finite (loss = nan" in said
+    assert "step 7: loss not finite, 2 steps in a row" in said
+    assert "rolled back to step 4" in said
+    assert "batches left out from now on: 5, 6" in said
+
+    monkeypatch.setattr(begin, "left_out_by", lambda record: (5, 6))
+    assert run(recipe, tmp_path / "expected")[0] == Exit.DONE
+    found, expected = (state_of(recipe, tmp_path / name) for name in ("run", "expected"))
+    jax.tree.map(np.testing.assert_array_equal, found[0], expected[0])
+    assert found[1]["skipped_batches"] == [5, 6]
+    assert losses(tmp_path / "run") == losses(tmp_path / "expected")
 
 
 def test_what_roll_backs_do_not_mend_ends_the_run(
