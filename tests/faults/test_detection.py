@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,8 +164,8 @@ def test_a_nan_in_one_microbatch_of_one_rank_is_skipped_by_all_and_left_out(
         code, said = run(recipe, tmp_path / "run")
     assert code == Exit.DONE
     assert skipped == [6, 7]
-    assert "step 6 is skipped: loss not finite (loss = nan" in said
-    assert "step 7: loss not finite, 2 steps in a row" in said
+    assert re.search(r"step 6 is skipped: loss.* not finite \(loss = nan", said), said
+    assert re.search(r"step 7: loss.* not finite, 2 steps in a row", said), said
     assert "rolled back to step 4" in said
     assert "batches left out from now on: 5, 6" in said
 
