@@ -364,6 +364,13 @@ def test_blocks_are_for_tensor_cores_that_know_them(kind: str) -> None:
     assert len(on_device(of("mxfp8"), "MI300", "gfx942")) == 1
 
 
+def test_blocks_keep_nothing() -> None:
+    """CASES 18, 19: no scale of a step before, and none to lose with a checkpoint."""
+    p = program("mxfp8")
+    assert p.abstract_state.scaling is None
+    assert [kind for _, _, kind in p.fp8.tensors() if kind == "w"] == []  # type: ignore[union-attr]
+
+
 def test_what_changes_nothing_is_told() -> None:
     told = lambda *changes: "\n".join(
         warnings(recipes.from_dict(FITS, [f"--config.{c}" for c in changes]), {"tensor": 2})
