@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -285,3 +286,43 @@ def test_sigterm_while_two_processes_compile_is_heard_after_the_first_step(confi
 
 def text_of(path: Path) -> str:
     return path.read_text() if path.exists() else ""
+
+
+SLOWED = """
+import sys, time
+import jax
+from sharded_train import train
+from sharded_train.__main__ import command
+following = train._next
+def slow(*args):
+    time.sleep(1.0 if jax.process_index() == 1 else 0.0)
+    return following(*args)
+train._next = slow
+sys.argv[0] = "sharded-train"
+command()
+"""
+
+
+@pytest.mark.slow  # one life of two processes: half a minute on two idle cores
+def test_a_process_that_is_slow_in_every_step_is_named(config: Path, tmp_path: Path) -> None:
+    """Process 1 sleeps for a second in every step; the pace is looked at after steps 4 and 8."""
+    workdir = tmp_path / "run"
+    command = [sys.executable, "-c", SLOWED, "train", f"--config={config}", f"--workdir={workdir}", "--cpu-devices=4"]
+    command += [f"--coordinator=localhost:{free_port()}", "--num-processes=2"]
+    command += ["--config.train.stop_at=9", "--config.faults.check_every=4"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    started = [
+        subprocess.Popen(
+            [*command, f"--process-id={i}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for i in range(2)
+    ]
+    said = [process.communicate(timeout=400)[0] for process in started]
+    assert [process.returncode for process in started] == [Exit.DONE] * 2, said
+    named = [line for line in said[0].splitlines() if " is late: its host is busy" in line]  # devices may be slow too
+    assert [line.partition("process ")[2][0] for line in named] == ["1", "1"], said[0]
+    assert all(socket.gethostname() in line for line in named)
