@@ -78,7 +78,7 @@ FP8, DELAYED, MX = "fp8_current", "fp8_delayed", "mxfp8"
 CASES = [
     (DELAYED, "deep", Layout(data=2, tensor=2, zero=3, num_microbatches=2, overlap=True, remat="selective")),
     pytest.param(FP8, "llama", Layout(data=2, tensor=2, zero=3, num_microbatches=2, remat="selective"), marks=slow),
-    pytest.param(FP8, "llama_gqa", Layout(data=2, tensor=4, zero=1, num_microbatches=2, overlap=True), marks=slow),
+    pytest.param(DELAYED, "llama_gqa", Layout(data=2, tensor=4, zero=1, num_microbatches=2, overlap=True), marks=slow),
     (FP8, "deep", Layout(pipeline=2, data=2, tensor=2, zero=1, num_microbatches=4, schedule="zero_bubble", chunks=1)),
     pytest.param(
         FP8,
@@ -123,7 +123,8 @@ MESHES = [
             Layout(pipeline=2, data=2, zero=0, num_microbatches=4, schedule="gpipe"),
             Layout(pipeline=2, data=4, zero=2, num_microbatches=2, schedule="interleaved", chunks=2),
             Layout(pipeline=2, data=2, zero=3, num_microbatches=2, schedule="zero_bubble", chunks=1),
-            Layout(data=8, zero=3, overlap=True),
+            Layout(pipeline=2, data=2, tensor=2, zero=1, num_microbatches=2, schedule="zero_bubble", chunks=1),
+            Layout(data=8, zero=3),  # a last layer by itself, as under overlap, XLA compiles otherwise
             Layout(data=2, tensor=2, zero=0, num_microbatches=2),
             Layout(data=2, tensor=2, sequence=2, zero=2, strategy="all_gather", overlap=True),
             Layout(pipeline=2, data=2, tensor=2, zero=3, num_microbatches=2, schedule="interleaved", chunks=2),
