@@ -110,6 +110,8 @@ def enter(x: jax.Array, weights: Sequence[Observed], tp: TensorParallel | None =
 
 
 def _entering(how: Fp8, tp: TensorParallel | None, x: jax.Array, known: jax.Array | None, slot: Tree) -> Any:
+    if tp is not None:  # else XLA leaves out that x is rounded: its amax would not be that of one device
+        x = lax.optimization_barrier(x)
     with jax.named_scope("fp8"):
         scale = _scale(known, x, how.forward, how.margin)
         q = lax.bitcast_convert_type(quantise(x, scale, how.forward), jnp.uint8)
