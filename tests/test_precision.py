@@ -19,7 +19,7 @@ from sharded_train.devices import DEVICES
 from sharded_train.equivalence import MODELS, Layout, hard_batch, placed
 from sharded_train.errors import ConfigError
 from sharded_train.models.runs import spans_of
-from sharded_train.optimizer import AdamW
+from sharded_train.optimizer import AdamW, Constant
 from sharded_train.params import named_leaves
 from sharded_train.precision import Bf16Layers, Fp8Config, PrecisionConfig, Recipe
 from sharded_train.recipe_precision import on_device, warnings
@@ -300,17 +300,19 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
 
 def test_fp16_backs_off_and_goes_on() -> None:
     """CASES 21: at an absurd loss scale gradients overflow; it halves until they do not, and then steps are made."""
-    p = program("fp16")
+    p = dataclasses.replace(program("fp16"), schedule=Constant(1e-3))  # at 1 the weights themselves would overflow
     state, batch = p.init(0), placed(p, hard_batch(LLAMA))
     state.scaling["loss_scale"] = jax.device_put(jnp.float32(2**22), state.step.sharding)
-    scales, steps = [], []
+    scales, steps, losses = [], [], []
     for _ in range(14):
         state, metrics = p.train_step(state, batch)
         scales.append(float(metrics["loss_scale"]))
         steps.append(int(state.step))
+        losses.append(float(metrics["loss"]))
     assert scales[:3] == [2**22, 2**22, 2**21]  # the first overflow is borne
     assert 0 < steps[-1] == 14 - int(state.skipped) < 14
     assert np.isfinite(float(metrics["grad_norm"]))
+    assert losses[-1] < losses[0]
     assert all(np.isfinite(leaf).all() for leaf in copy_of(state).values())
 
 
