@@ -58,7 +58,7 @@ def fits(recipe: Recipe, sizes: Mapping[str, int]) -> bool:
 
 def out_of_range(recipe: Recipe) -> list[str]:
     """Numbers that are wrong by themselves."""
-    problems = recipe.data.problems()
+    problems = [*recipe.data.problems(), *recipe.checkpoint.problems()]
     for words, (holds, keys) in RANGES.items():
         for key in keys.split():
             value = _look_up(recipe, key)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from sharded_train.devices import DEVICES
-from sharded_train.precision import Fp8Config, LossScaleConfig
+from sharded_train.precision import Bf16Layers, Fp8Config, LossScaleConfig
 from sharded_train.precision.blocks import BLOCK
 
 if TYPE_CHECKING:
@@ -133,7 +133,8 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
         value = getattr(fp8, field.name)
         unused = not precision.is_fp8 or field.name in without[precision.recipe]
         if unused and value != getattr(Fp8Config(), field.name):
-            yield f"precision.fp8.{field.name} = {value} changes nothing: {kind}"
+            words = f"first {value.first}, last {value.last}" if isinstance(value, Bf16Layers) else value
+            yield f"precision.fp8.{field.name} = {words} changes nothing: {kind}"
     if precision.recipe != "fp16" and precision.fp16 != LossScaleConfig():
         yield f"precision.fp16 changes nothing: {kind}"
     for name in fp8.bf16_products if precision.is_fp8 else ():

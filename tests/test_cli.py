@@ -17,7 +17,8 @@ from sharded_train import launch
 from sharded_train.__main__ import main
 from sharded_train.config import to_dict
 from sharded_train.config_file import CONFIGS
-from sharded_train.errors import ConfigError
+from sharded_train.errors import ConfigError, Unanswered
+from sharded_train.exits import Exit
 from sharded_train.faults.config import DistributedConfig
 from sharded_train.initial_weights import InitialWeights
 from sharded_train.recipe import Recipe
@@ -203,6 +204,17 @@ def test_config_errors_of_a_verb_are_told_the_same_way(
 
     monkeypatch.setattr(sys.modules["sharded_train.show"], "show", fail)
     assert refused(capsys, "show", QUICKSTART) == ["one", "two"]
+
+
+def test_a_store_that_does_not_answer_is_told_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise Unanswered("gs://bucket/x: no route")
+
+    monkeypatch.setattr(sys.modules["sharded_train.show"], "show", fails)
+    assert main(["show", QUICKSTART]) == Exit.RETRYABLE
+    assert capsys.readouterr().err.splitlines() == ["error: gs://bucket/x: no route", Unanswered.ADVICE]
 
 
 def test_control_c(monkeypatch: pytest.MonkeyPatch, calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:

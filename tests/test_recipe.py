@@ -52,6 +52,14 @@ def test_the_default_recipe_is_sound() -> None:
         (["model.rope_scaling.factor=0"], ["model.rope_scaling.factor = 0.0: must be above 0"]),
         (["evaluate.every=-1"], ["evaluate.every = -1: must be at least 0"]),
         (["data.validation_fraction=1"], ["data.validation_fraction"]),
+        (["checkpoint.dir="], ["checkpoint.dir = '': it is empty"]),
+        (["checkpoint.fallback_dir=gs://bucket/"], ["'gs://bucket/': it names no prefix"]),
+        (["checkpoint.dir=gs:/bucket/x"], ["an address of another kind; wanted an absolute path, or gs://"]),
+        (["checkpoint.dir=here"], ["'here': a relative path is another place"]),
+        (
+            ["checkpoint.dir=gs://b/x", "checkpoint.fallback_dir=gs://b/x/"],
+            ["checkpoint.dir = checkpoint.fallback_dir = gs://b/x"],
+        ),
         (
             ["train.global_batch_size=30", "train.num_microbatches=2", "mesh.tensor=2"],
             [

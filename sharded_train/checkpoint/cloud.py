@@ -12,33 +12,30 @@ import functools
 import hashlib
 import importlib.util
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from sharded_train.checkpoint import names
-from sharded_train.checkpoint.errors import Damage, Unanswered
-from sharded_train.errors import ConfigError
+from sharded_train.checkpoint.errors import Damage
+from sharded_train.errors import ConfigError, Unanswered
 
-_SCHEME = "gs://"
 _PIECE = 16 << 20  # bytes read at once
 _T = TypeVar("_T")
 
 
 def is_address(path: Path | str) -> bool:
-    return str(path).startswith(_SCHEME)
+    return str(path).startswith(names.SCHEME)
 
 
 def place(text: str) -> Path:
     """A place in a bucket: an epath, which is a Path as far as names go; what it holds is asked for here alone."""
     if importlib.util.find_spec("gcsfs") is None:
         raise ConfigError(f"{text}: gs:// needs gcsfs, which is not installed: pip install 'sharded-train[gcs]'")
-    bucket, _, prefix = text.removeprefix(_SCHEME).partition("/")
-    if not bucket or not prefix.strip("/"):
-        raise ConfigError(
-            f"{text} names no {'prefix in the bucket' if bucket else 'bucket'}: wanted gs://BUCKET/PREFIX"
-        )
+    if wrong := names.misnamed(text):
+        raise ConfigError(f"{text}: {wrong}")
     from etils import epath
 
     _store()  # before anybody else asks for one
@@ -202,7 +199,7 @@ def _beside(path: Path, suffix: str) -> Path:
 
 def _key(path: Path) -> str:
     """BUCKET/NAME, as gcsfs has it."""
-    return str(path).removeprefix(_SCHEME)
+    return str(path).removeprefix(names.SCHEME)
 
 
 def _ask(path: Path, do: Callable[[Any], _T]) -> _T:
@@ -220,5 +217,8 @@ def _store() -> Any:
     """The client, which Orbax has another of: neither may remember listings, which are out of date at once."""
     import fsspec
 
+    log = logging.getLogger("gcsfs")
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.CRITICAL)  # else it prints tracebacks of what Unanswered tells
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     return fsspec.filesystem("gcs")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 
+from sharded_train.errors import Unanswered
+
 _PASSING = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
 
 _PASSING_WORDS = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
@@ -24,10 +26,6 @@ class DamagedData(CheckpointError):
 
 class Damage(ValueError):
     """A checkpoint is not what was verified: it can be stepped over."""
-
-
-class Unanswered(OSError):
-    """A store does not answer, or not to us: that says nothing about what it holds."""
 
 
 def is_passing(error: BaseException) -> bool:

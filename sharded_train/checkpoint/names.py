@@ -9,6 +9,7 @@ SAVING = "saving"  # ours while a checkpoint is written and verified
 DELETING = "deleting"  # ours while one is removed
 DAMAGED = "damaged"  # set aside, never deleted
 ROLLED_BACK = "rolled_back"  # set aside by a roll-back to an earlier step
+SCHEME = "gs://"
 _ASIDE = re.compile(rf"\d+\.({DAMAGED}|{ROLLED_BACK})(-\d+)?")
 _PROBE = re.compile(r"\.probe-\d+-\d+")
 
@@ -24,3 +25,17 @@ def is_aside(name: str) -> bool:
 def is_probe(name: str) -> bool:
     """What a process leaves that was killed while it tried whether it can write."""
     return _PROBE.fullmatch(name) is not None
+
+
+def misnamed(place: str) -> str:
+    """What is wrong with the name of a directory, or of a place in a bucket; empty if it can be one."""
+    wanted = f"wanted an absolute path, or {SCHEME}BUCKET/PREFIX"
+    if not place.strip():
+        return f"it is empty; {wanted}, or none"
+    if place.startswith(SCHEME):
+        bucket, _, prefix = place.removeprefix(SCHEME).partition("/")
+        lacking = "prefix in the bucket" if bucket else "bucket"
+        return "" if bucket and prefix.strip("/") else f"it names no {lacking}; {wanted}"
+    if ":/" in place:
+        return f"an address of another kind; {wanted}"
+    return "" if place.startswith("/") else f"a relative path is another place from another working directory; {wanted}"
