@@ -10,8 +10,8 @@ from typing import NoReturn
 
 from sharded_train import __version__, launch, options
 from sharded_train.config import repeated, split_arguments
-from sharded_train.errors import ConfigError, Unanswered, did_you_mean
-from sharded_train.exits import Exit
+from sharded_train.errors import ConfigError, did_you_mean
+from sharded_train.exits import Exit, Unanswered
 from sharded_train.faults import progress
 from sharded_train.verbs import VERBS, Verb
 

@@ -1,4 +1,4 @@
-"""The errors that are a person's to mend, or a store's; everything else is a bug of ours and keeps its traceback."""
+"""The errors that are a person's to mend; everything else is a bug of ours and keeps its traceback."""
 
 from __future__ import annotations
 
@@ -16,12 +16,6 @@ class ConfigError(ValueError):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         assert self.problems, "a ConfigError needs at least one problem"
         super().__init__("\n".join(self.problems))
-
-
-class Unanswered(OSError):
-    """A store does not answer, or not to us: that says nothing about what it holds. The command tells the advice."""
-
-    ADVICE = "Is the network up, is the bucket's name right, and may these credentials read it? Then run this again."
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -6,6 +6,12 @@ import enum
 import signal
 
 
+class Unanswered(OSError):
+    """A store does not answer, or not to us: that says nothing about what it holds. The command tells the advice."""
+
+    ADVICE = "Is the network up, is the bucket's name right, and may these credentials read it? Then run this again."
+
+
 class Exit(enum.IntEnum):
     """The exit codes of every verb. From 64 on the numbers are near those of sysexits.h, which mean the like."""
 

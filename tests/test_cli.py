@@ -17,8 +17,8 @@ from sharded_train import launch
 from sharded_train.__main__ import main
 from sharded_train.config import to_dict
 from sharded_train.config_file import CONFIGS
-from sharded_train.errors import ConfigError, Unanswered
-from sharded_train.exits import Exit
+from sharded_train.errors import ConfigError
+from sharded_train.exits import Exit, Unanswered
 from sharded_train.faults.config import DistributedConfig
 from sharded_train.initial_weights import InitialWeights
 from sharded_train.recipe import Recipe

@@ -20,7 +20,8 @@ from typing import Any, TypeVar, cast
 
 from sharded_train.checkpoint import names
 from sharded_train.checkpoint.errors import Damage
-from sharded_train.errors import ConfigError, Unanswered
+from sharded_train.errors import ConfigError
+from sharded_train.exits import Unanswered
 
 _PIECE = 16 << 20  # bytes read at once
 _T = TypeVar("_T")

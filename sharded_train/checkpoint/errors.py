@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from sharded_train.errors import Unanswered
+from sharded_train.exits import Unanswered
 
 _PASSING = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
 
