@@ -102,6 +102,10 @@ def begin(
                 resumed = assemble.resume(program, checkpointer, choice, data, other_data=start.accept_config_change)
                 jax.block_until_ready(resumed.state)
             start_step, state, record = resumed.step, resumed.state, resumed.record
+            if start_step and not start.accept_config_change and not (workdir / layout.CONFIG).exists():
+                layout.check_record(
+                    checkpointer.path(start_step), record, recipe
+                )  # checkpoint.dir may be another run's
         elif start.initial is None:
             state = program.init(recipe.train.seed)
         else:

@@ -105,6 +105,19 @@ def check(workdir: Path, recipe: Recipe, *, accept_config_change: bool = False) 
         )
 
 
+def check_record(path: Path, run: dict[str, Any], recipe: Recipe) -> None:
+    """Raises ConfigError unless the checkpoint at `path`, of which `run` tells, is of a run with this config."""
+    changes = config.differences(recipes.from_dict(run.get("config") or {}), recipe)
+    if changes := [change for change in changes if not change.startswith(MAY_CHANGE)]:
+        raise ConfigError(
+            [
+                f"checkpoint.dir: {path} is of a run with another config (there -> here):",
+                *(f"  {change}" for change in changes),
+                "Choose another checkpoint.dir, or go on with that run with --accept-config-change.",
+            ]
+        )
+
+
 def _arrays(recipe: Recipe) -> tuple[Any, ...]:
     """What decides which arrays a run's state has, and of which shapes and dtypes."""
     shapes = {name: spec.shape for name, spec in params.named_leaves(param_specs(recipe.model))}

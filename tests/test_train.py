@@ -603,6 +603,18 @@ def test_a_change_is_accepted_when_told_so(text: Path, half: Ended) -> None:
     workdirs.check(half.workdir, recipe_of(text, "train.num_steps=20"), accept_config_change=True)
 
 
+def test_a_new_workdir_does_not_take_over_the_checkpoints_of_another_run(
+    text: Path, half: Ended, tmp_path: Path
+) -> None:
+    there = f"checkpoint.dir={copy_of(half, tmp_path) / workdirs.CHECKPOINTS}"
+    with pytest.raises(
+        ConfigError, match=r"another config \(there -> here\):\s*config.schedule.learning_rate: .*-> 0.5"
+    ):
+        train(recipe_of(text, there, "schedule.learning_rate=0.5"), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    assert train(recipe_of(text, there, "train.stop_at=6"), tmp_path / "same") == Exit.DONE
+
+
 def test_weights_that_are_not_finite_are_not_saved(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
