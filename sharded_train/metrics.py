@@ -210,12 +210,12 @@ class ProgressTable:
         cells = [
             f"{place if len(place) <= self._wide else step:>{self._wide}}",
             _within(values["loss"], 7),
-            f"{_or_dash(rate, ',.0f'):>10}",
-            f"{_or_dash(rate and rate / self._num_devices, ',.0f'):>9}",
+            _whole(rate, 10),
+            _whole(rate and rate / self._num_devices, 9),
             f"{_or_dash(mfu, '.1%'):>6}",
             _within(values["grad_norm"], 9),
             f"{values['learning_rate']:8.2e}",
-            f"{'-' if seconds is None else duration(seconds):>11}",
+            f"{'-' if seconds is None else _short(seconds):>11}",
         ]
         self._print(" ".join(cells))
 
@@ -235,12 +235,23 @@ def duration(seconds: float) -> str:
     return f"{days}d {hour:02}:{minute:02}:{second:02}" if days else f"{hour}:{minute:02}:{second:02}"
 
 
+def _short(seconds: float) -> str:
+    """A duration in at most 11 characters: days alone where there are a hundred of them."""
+    return duration(seconds) if round(seconds) < 100 * 86400 else f"{seconds / 86400:,.0f} days"
+
+
 def _within(value: float | None, width: int) -> str:
     """Four decimals, or as many as there is room for; such as 1.2e+09 where there is not even room for the number."""
     if value is None or not math.isfinite(value):
         return f"{_or_dash(value, 'f'):>{width}}"
     forms = (f"{value:.{digits}f}" for digits in (4, 3, 2, 1, 0))
     return next((form for form in forms if len(form) <= width), f"{value:.1e}").rjust(width)
+
+
+def _whole(value: float | None, width: int) -> str:
+    """With commas, or such as 2.5e+08 where there is no room for them."""
+    text = _or_dash(value, ",.0f")
+    return (text if len(text) <= width else f"{value:.1e}").rjust(width)
 
 
 def _or_dash(value: float | None, form: str) -> str:

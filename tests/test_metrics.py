@@ -121,10 +121,12 @@ def test_no_line_is_wider_than_a_terminal_of_80_columns() -> None:
     table = ProgressTable(console, 1_000_000, 8)
     for size in (1.0, 1e3, 1e6, 1e12, -1e5, math.nan, math.inf):
         table.row(1_000_000, {**VALUES, "loss": size, "grad_norm": size}, 0.5)
+    table.row(0, {**VALUES, "tokens_per_second": 2.5e9}, 20.0)
     table.note("words " * 40)
     lines = cast(io.StringIO, console.file).getvalue().splitlines()
     assert max(len(line.rstrip()) for line in lines) <= 80
-    assert {len(line) for line in lines[1:8]} == {80}
+    assert {len(line) for line in lines[1:9]} == {80}
+    assert "2.5e+09   3.1e+08" in lines[8] and lines[8].endswith(" 231 days")
     assert [line.split()[1] for line in lines[1:4]] == ["1.0000", "1000.00", "1000000"]
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     ProgressTable(console, 1000, 8).row(1000, VALUES, 0.5)  # and beside the "[0] " of `launch`
