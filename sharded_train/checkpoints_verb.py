@@ -79,7 +79,9 @@ def _all(directories: list[Path]) -> list[str]:
 
 
 def _newest(directories: list[Path]) -> list[str]:
-    return _all(directories)[-1:]
+    if not (steps := _all(directories)):
+        raise ConfigError(f"there is no checkpoint yet in {' or '.join(map(str, directories))}")
+    return steps[-1:]
 
 
 def _one(action: str, steps: list[str]) -> str:

@@ -59,6 +59,11 @@ def shares_of_gpus(command: Sequence[str], processes: int, environ: Mapping[str,
     gpus = _gpus(environ)
     if processes == 1 or on_cpu or not gpus or (platforms and not {"cuda", "gpu"} & set(platforms.split(","))):
         return []
+    if twice := [name for name in dict.fromkeys(gpus) if gpus.count(name) > 1]:
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES = {environ['CUDA_VISIBLE_DEVICES']} names {', '.join(twice)} more than once: two "
+            "processes would have one GPU; name each once"
+        )
     if len(gpus) % processes:
         raise ConfigError(
             f"launch --processes={processes}: the {len(gpus)} GPUs of this host cannot be shared alike, "

@@ -152,3 +152,9 @@ def test_what_is_refused(saved: Path, capsys: pytest.CaptureFixture[str], argv: 
 def test_a_workdir_without_any(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", "list", f"--workdir={tmp_path}"]) == Exit.CONFIG
     assert f"{tmp_path} has no checkpoints" in capsys.readouterr().err
+
+
+def test_a_workdir_before_its_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    assert main(["checkpoints", "show", f"--workdir={tmp_path}"]) == Exit.CONFIG
+    assert f"error: there is no checkpoint yet in {tmp_path / 'checkpoints'}" in capsys.readouterr().err

@@ -53,6 +53,8 @@ def test_what_cannot_be_shared_alike_is_refused() -> None:
         shares(3)
     with pytest.raises(ConfigError, match="the 1 GPUs of this host"):
         shares(2, CUDA_VISIBLE_DEVICES="5")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES = 0,1,0,2 names 0 more than once"):
+        shares(2, CUDA_VISIBLE_DEVICES="0,1,0,2")
 
 
 @pytest.mark.usefixtures("eight")
