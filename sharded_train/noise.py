@@ -17,11 +17,10 @@ _NOISE = re.compile(
     # Gloo greets all its peers; where they are not all there the numbers differ, and that is no noise.
     rb"|is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1\s*$"
 )
-
-
 _START = b"[Gloo] Rank "
 _PIECES = re.compile(
-    rb"(?:\[Gloo\] Rank |\d+| is connected to | peer ranks\. |Expected number of connected peer ranks is : )*\s*"
+    # Possessive: a long row of digits that is none of Gloo's would else be tried in every way to cut it.
+    rb"(?:\[Gloo\] Rank |\d++| is connected to | peer ranks\. |Expected number of connected peer ranks is : )*+\s*"
 )
 
 
@@ -67,15 +66,24 @@ def quiet_plugin() -> Iterator[None]:
     if not has_plugin() or has_driver():
         yield
         return
-    sys.stderr.flush()
-    stderr = os.dup(2)
     with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
         try:
-            yield
+            with stderr_to(held.fileno()):
+                yield
         finally:
-            sys.stderr.flush()
-            os.dup2(stderr, 2)
-            os.close(stderr)
             held.seek(0)
             os.write(2, b"".join(line for line in held if not is_noise(line)))
+
+
+@contextlib.contextmanager
+def stderr_to(descriptor: int) -> Iterator[None]:
+    """What is written to stderr meanwhile, from C++ too, goes to a file that is open."""
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    os.dup2(descriptor, 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(stderr, 2)
+        os.close(stderr)

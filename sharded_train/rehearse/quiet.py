@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
+
+from sharded_train.noise import stderr_to
 
 NOISE = (  # what these say is a matter of memory: the verdict has it
     "hlo_rematerialization.cc",
@@ -28,15 +29,10 @@ def quiet_compiler() -> Iterator[None]:
 
     A process of its own filters, so that also the last words of a compiler that aborts arrive.
     """
-    sys.stderr.flush()
-    stderr = os.dup(2)
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", FILTER, *NOISE], stdin=subprocess.PIPE) as filtering:
         assert filtering.stdin is not None
-        os.dup2(filtering.stdin.fileno(), 2)
         try:
-            yield
+            with stderr_to(filtering.stdin.fileno()):
+                yield
         finally:
-            sys.stderr.flush()
-            os.dup2(stderr, 2)
-            os.close(stderr)
             filtering.stdin.close()  # the filter ends with its input
