@@ -97,15 +97,15 @@ def begin(
         startup.mark("data")
         start_step, record = 0, {"tokens_seen": 0}
         if choice.steps:
-            layout.keep_compiled(workdir)  # what checks the digests is compiled too
+            known = (workdir / layout.CONFIG).exists()  # else checkpoint.dir may be another run's
+            if known:
+                layout.keep_compiled(workdir)  # what checks the digests is compiled too
             with guard.phase("restore"):
                 resumed = assemble.resume(program, checkpointer, choice, data, other_data=start.accept_config_change)
                 jax.block_until_ready(resumed.state)
             start_step, state, record = resumed.step, resumed.state, resumed.record
-            if start_step and not start.accept_config_change and not (workdir / layout.CONFIG).exists():
-                layout.check_record(
-                    checkpointer.path(start_step), record, recipe
-                )  # checkpoint.dir may be another run's
+            if start_step and not known and not start.accept_config_change:
+                layout.check_record(checkpointer.path(start_step), record, recipe)
         elif start.initial is None:
             state = program.init(recipe.train.seed)
         else:
