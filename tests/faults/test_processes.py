@@ -188,6 +188,26 @@ def test_on_8_4_2x4_and_1_devices_stopped_and_without_a_coordinator_it_is_the_sa
     assert (accounts.lives, accounts.faults, accounts.last_step) == (6, 2, STEPS)
 
 
+@pytest.mark.slow  # four lives, of up to four processes: 2 to 4 minutes on two cores
+def test_by_1_2_and_4_processes_under_other_schedules_and_zero_stages_it_is_the_same_run(
+    config: Path, unbroken: dict[int, float], tmp_path: Path
+) -> None:
+    """Every life has other processes, another mesh, another pipeline schedule and another ZeRO stage."""
+    workdir = tmp_path / "run"
+    stages = "mesh.pipeline=2 train.num_microbatches=2 pipeline.schedule="
+    for processes, devices, stop_at, changes in (
+        (1, 8, 10, "zero.stage=3"),
+        (2, 4, 25, f"{stages}1f1b zero.stage=1"),
+        (4, 2, 40, f"{stages}zero_bubble pipeline.num_chunks=1 zero.stage=2 mesh.tensor=1"),
+        (1, 2, STEPS, f"{stages}gpipe zero.stage=0 mesh.tensor=1"),
+    ):
+        options = [f"--config.{change}" for change in (*changes.split(), f"train.stop_at={stop_at}")]
+        code, said = ended(launched(config, workdir, processes, devices, *options))
+        assert code == Exit.DONE, said
+        assert max(losses(workdir)) == stop_at
+    assert_alike(workdir, unbroken)
+
+
 @pytest.mark.slow  # four lives on two hosts: 2 to 4 minutes on two cores
 def test_two_hosts_each_with_its_supervisor_come_together_again(
     config: Path, unbroken: dict[int, float], tmp_path: Path
