@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharded_train.precision.formats import E4M3, counted, largest
+from sharded_train.precision.formats import E4M3, counted, scaled_to
 
 BLOCK = 32
 E8M0 = jnp.dtype(jnp.float8_e8m0fnu)
@@ -40,9 +40,7 @@ def quantised(x: jax.Array, dim: int, margin: int = 0) -> Blocks:
     An infinity becomes NaN, as under `formats.quantise`.
     """
     exponents = _exponents(x, dim, margin)
-    wide = x.astype(jnp.float32)
-    clipped = lax.clamp(-largest(E4M3), wide * _inverse(exponents, dim), largest(E4M3))
-    q = jnp.where(jnp.isfinite(wide), clipped, jnp.nan).astype(E4M3)
+    q = scaled_to(x, _inverse(exponents, dim), E4M3)
     return Blocks(q, lax.bitcast_convert_type(exponents.astype(jnp.uint8), E8M0), dim)
 
 

@@ -60,9 +60,13 @@ def quantise(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
     An infinity becomes NaN: clipped, it would not be noticed.
     """
+    return scaled_to(x, scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim)), dtype)
+
+
+def scaled_to(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The same with scales that broadcast to x."""
     top, wide = largest(dtype), x.astype(jnp.float32)
-    clipped = lax.clamp(-top, wide * scale.reshape(scale.shape + (1,) * (x.ndim - scale.ndim)), top)
-    return jnp.where(jnp.isfinite(wide), clipped, jnp.nan).astype(dtype)
+    return jnp.where(jnp.isfinite(wide), lax.clamp(-top, wide * scale, top), jnp.nan).astype(dtype)
 
 
 def observe(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
