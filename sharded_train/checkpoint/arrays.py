@@ -189,9 +189,9 @@ def _opened(path: Path, name: str, leaf: Any) -> Any:
 
 
 def _kvstore(path: Path) -> dict[str, Any]:
-    state = path / _STATE if cloud.is_address(path) else path.resolve() / _STATE
-    base = cloud.kvstore(state) if cloud.is_address(path) else {"driver": "file", "path": f"{state}/"}
-    return {"driver": "ocdbt", "base": base}
+    if cloud.is_address(path):
+        return {"driver": "ocdbt", "base": cloud.kvstore(path / _STATE)}
+    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path.resolve() / _STATE}/"}}
 
 
 def _context() -> ts.Context:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -109,9 +108,8 @@ def put_aside(path: Path, suffix: str) -> Path:
     """Copies what is at `path` to a name that says why it is no candidate, and deletes it here. Checkpoints of a
     directory go one by one: each is whole, here or there, whenever this is killed.
     """
-    free = itertools.chain([""], (f"-{i}" for i in itertools.count(2)))
-    there = set(_children(path.parent)[0])
-    aside = next(to for to in (_beside(path, f"{suffix}{number}") for number in free) if to.name not in there)
+    there = _children(path.parent)[0]
+    aside = path.with_name(next(name for name in names.asides(path.name, suffix) if name not in there))
     parts = [("",)] if names.is_step(path.name) else [(str(step),) for step in numbered(path)]
     for part in parts:
         _copy(path.joinpath(*part), aside.joinpath(*part))

@@ -6,18 +6,16 @@ A directory may be an address, gs://BUCKET/PREFIX: what is done there instead is
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import re
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from sharded_train.checkpoint import cloud
 from sharded_train.checkpoint.errors import Damage
-from sharded_train.checkpoint.names import DAMAGED, DELETING, ROLLED_BACK, SAVING, is_aside, is_probe, is_step
+from sharded_train.checkpoint.names import DAMAGED, DELETING, ROLLED_BACK, SAVING, asides, is_aside, is_probe, is_step
 from sharded_train.errors import ConfigError
 
 __all__ = ["DAMAGED", "DELETING", "ROLLED_BACK", "SAVING", "is_step"]
@@ -189,16 +187,11 @@ def put_aside(path: Path, suffix: str) -> Path:
     """Renames a checkpoint to a name that says why it is no candidate: `120.damaged`, or `120.damaged-2`."""
     if cloud.is_address(path):
         return cloud.put_aside(path, suffix)
-    for aside in _names(path, suffix):
+    for aside in map(path.with_name, asides(path.name, suffix)):
         if not os.path.lexists(aside):
             rename(path, aside)
             return aside
     raise AssertionError("unreachable: there are names without end")
-
-
-def _names(path: Path, suffix: str) -> Iterator[Path]:
-    yield path.with_name(f"{path.name}.{suffix}")
-    yield from (path.with_name(f"{path.name}.{suffix}-{i}") for i in itertools.count(2))
 
 
 def remove(path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
 
 VERIFIED = "VERIFIED"  # the record, without which nothing is a checkpoint
 SAVING = "saving"  # ours while a checkpoint is written and verified
@@ -20,6 +22,12 @@ def is_step(name: str) -> bool:
 
 def is_aside(name: str) -> bool:
     return _ASIDE.fullmatch(name) is not None
+
+
+def asides(name: str, suffix: str) -> Iterator[str]:
+    """Names for what is put aside, without end: 120.damaged, 120.damaged-2 and so on."""
+    yield f"{name}.{suffix}"
+    yield from (f"{name}.{suffix}-{i}" for i in itertools.count(2))
 
 
 def is_probe(name: str) -> bool:
