@@ -1,12 +1,14 @@
 """Training in FP8 on real text beside bf16: final losses, and what happens without scaling.
 
     python benchmarks/fp8_training.py [--recipes bf16 fp8_delayed fp8_current mxfp8 unscaled] [--seeds 0 1 2]
-        [--steps 1000] [--width 256] [--rows 16] [--length 256] [--learning-rate 2e-3] [--json OUT]
+        [--steps 1000] [--width 256] [--rows 16] [--length 256] [--learning-rate 2e-3] [--json OUT] [--plots DIR]
+    python benchmarks/fp8_training.py --curves JSON [JSON ...] [--plots DIR]
     python benchmarks/fp8_training.py --cost [--windows 9]
 
 The model of configs/quickstart.py on one device, on the source code of Python's standard library; every recipe sees the
 same batches in the same order, from the same initial weights. What is told is the mean loss of the last tenth of the
-steps, over seeds, relative to bf16's. `unscaled` is fp8_delayed with every scale held at 1.
+steps, relative to bf16's, of each seed and over seeds. `unscaled` is fp8_delayed with every scale held at 1. `--curves`
+trains nothing: it takes what earlier runs wrote with `--json`, which may have been side by side on a core each.
 
 `--cost` times steps of bf16 and of the FP8 recipes in turn, in windows, and tells the median of their ratios: FP8 is
 emulated on CPUs, and should cost at most 1.3 steps of bf16. `unscaled` quantises the same.
@@ -32,6 +34,7 @@ from sharded_train.data.prepare import TextData
 from sharded_train.step import Batch, Program
 
 ROOT = Path(__file__).parent.parent
+Curves = dict[str, dict[str, list[float]]]  # losses of the steps, by recipe and seed
 RECIPES = ("bf16", "fp8_delayed", "fp8_current", "mxfp8", "unscaled")
 
 
@@ -48,27 +51,75 @@ def main() -> None:
     parser.add_argument("--cost", action="store_true")
     parser.add_argument("--windows", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write curves here, after every run")
+    parser.add_argument("--curves", nargs="+", type=Path, help="files of --json: tell of these, train nothing")
+    parser.add_argument("--plots", type=Path, help="a folder: draw loss.svg and beside.svg here")
     args = parser.parse_args()
     if args.cost:
         cost(args)
         return
-    curves: dict[str, list[list[float]]] = {name: [] for name in args.recipes}
+    curves = read(args.curves) if args.curves else train(args)
+    tell(curves)
+    if args.plots:
+        draw_into(args.plots, curves)
+
+
+def train(args: argparse.Namespace) -> Curves:
+    curves: Curves = {name: {} for name in args.recipes}
     for seed in args.seeds:
         for name in args.recipes:
             begun = time.perf_counter()
-            curves[name].append(trained(name, seed, args))
-            last = mean_of_last(curves[name][-1])
+            curves[name][str(seed)] = trained(name, seed, args)
+            last = mean_of_last(curves[name][str(seed)])
             print(f"seed {seed}  {name:11}  {last:.4f}  ({time.perf_counter() - begun:.0f} s)", flush=True)
             if args.json:
-                args.json.write_text(
-                    json.dumps({"settings": {k: str(v) for k, v in vars(args).items()}, "curves": curves})
-                )
-    reference = np.mean([mean_of_last(curve) for curve in curves["bf16"]]) if "bf16" in curves else np.nan
-    print(f"\nmean loss of the last tenth of {args.steps} steps, {len(args.seeds)} seeds")
-    for name, those in curves.items():
-        losses = [mean_of_last(curve) for curve in those]
-        beside = 100 * (np.mean(losses) / reference - 1)
-        print(f"{name:11}  {np.mean(losses):.4f}  {beside:+.3f} %  seeds {np.round(losses, 4)}")
+                settings = {k: str(v) for k, v in vars(args).items()}
+                args.json.write_text(json.dumps({"settings": settings, "curves": curves}))
+    return curves
+
+
+def read(paths: list[Path]) -> Curves:
+    """Of all files together, which must be of the same model, text and schedule."""
+    curves: Curves = {}
+    files = [json.loads(path.read_text()) for path in paths]
+    for name in ("steps", "width", "rows", "length", "learning_rate"):
+        found = {file["settings"][name] for file in files}
+        if len(found) > 1:
+            raise SystemExit(f"these runs cannot be compared: their {name} are {', '.join(sorted(found))}")
+    for file in files:
+        for name, seeds in file["curves"].items():
+            curves[name] = curves.get(name, {}) | seeds
+    return {name: curves[name] for name in RECIPES if name in curves}
+
+
+def tell(curves: Curves) -> None:
+    print(f"\n{'last tenth':11}  mean loss  beside bf16  (each seed)")
+    reference = curves.get("bf16", {})
+    for name, seeds in curves.items():
+        paired = [seed for seed in seeds if seed in reference]
+        each = [100 * (mean_of_last(seeds[seed]) / mean_of_last(reference[seed]) - 1) for seed in paired]
+        beside = f"{np.mean(each):+10.3f} %" if each else f"{'':12}"
+        loss = np.mean([mean_of_last(curve) for curve in seeds.values()])
+        seed_by_seed = ", ".join(f"{seed}: {percent:+.3f} %" for seed, percent in zip(paired, each, strict=True))
+        print(f"{name:11}  {loss:9.4f}  {beside}  ({seed_by_seed})")
+
+
+def draw_into(folder: Path, curves: Curves, points: int = 20) -> None:
+    """loss.svg and beside.svg: means of each 20th of the steps over the seeds that all have, and beside bf16's."""
+    from sharded_train import draw
+
+    seeds = set.intersection(*(set(those) for those in curves.values()))
+    window = max(1, min(len(those[seed]) for those in curves.values() for seed in seeds) // points)
+    binned = lambda curve: np.reshape(curve[: window * points], (points, window)).mean(1)
+    means = {name: np.mean([binned(those[seed]) for seed in seeds], 0) for name, those in curves.items()}
+    steps = [window * (i + 1) for i in range(points)]
+    title = f"FP8 beside bf16, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}, means of {window} steps"
+    labels = {"title": title, "xlabel": "step"}
+    folder.mkdir(parents=True, exist_ok=True)
+    losses = {name: list(values) for name, values in means.items()}
+    draw.plot(losses, steps, ylabel="loss", **labels).savefig(folder / "loss.svg")
+    if "bf16" in means:
+        close = {name: list(100 * (values / means["bf16"] - 1)) for name, values in means.items() if name != "unscaled"}
+        draw.plot(close, steps, ylabel="loss above bf16's, %", **labels).savefig(folder / "beside.svg")
 
 
 def program_of(name: str, seed: int, args: argparse.Namespace) -> Program:
