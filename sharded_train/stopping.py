@@ -18,7 +18,8 @@ class StopRequest:
     """Listens to SIGTERM while it is entered. With several processes, all of them stop after the same step."""
 
     def __init__(self) -> None:
-        self._received = False
+        self._received = self._agreed = False
+        self._turns = 0
         self._distributed = jax.distributed.is_initialized()
         self._before: dict[int, Any] = {}
 
@@ -42,13 +43,20 @@ class StopRequest:
         """Whether to stop before the first step, where no other process has to agree: there is nothing to save."""
         return self._received and not self._distributed
 
-    def agreed(self, step: int) -> bool:
-        """Whether to stop after `step`; to be asked after every step, by all processes."""
-        if self._distributed:
-            self._received = multihost_utils.reached_preemption_sync_point(step)
-            if self._received and threading.current_thread() is threading.main_thread():
+    def agreed(self) -> bool:
+        """Whether to stop after this step; to be asked once a step, by all processes.
+
+        JAX waits for the number after the last that any process has asked with: turns are counted from 1 in every life,
+        as a resume begins with a step beyond that number, and a roll-back goes back before it.
+        """
+        self._turns += 1
+        if not self._distributed:
+            return self._received
+        if not self._agreed and multihost_utils.reached_preemption_sync_point(self._turns):
+            self._agreed = True
+            if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return self._received
+        return self._agreed
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._received = True

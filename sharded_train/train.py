@@ -130,7 +130,7 @@ def _loop(
                     log.flush()  # of two steps at once virtual devices could wait for each other
             run.guard.step_done(step)
             run.inspection.look(step, state, log.note)
-            due, stopping, last = run.saves.due(step), stop.agreed(step), step == run.last_step
+            due, stopping, last = run.saves.due(step), stop.agreed(), step == run.last_step
             if stopping or last or due:
                 log.flush()  # a state is saved only after the loss before it, and its weights, have been looked at
                 if not program.is_finite(state.params):

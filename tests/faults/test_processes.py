@@ -292,16 +292,25 @@ def test_a_link_that_is_down_for_a_while_stops_both_hosts_and_they_go_on_when_it
     assert_alike(workdir, unbroken)
 
 
-@pytest.mark.slow  # two lives: a minute on two cores
-def test_sigterm_while_two_processes_compile_is_heard_after_the_first_step(config: Path, tmp_path: Path) -> None:
-    supervisor = launched(config, tmp_path / "run", 2, 4)
-    wait_for(supervisor, lambda: '"phase": "startup"' in text_of(tmp_path / "run/goodput.jsonl"))
+@pytest.mark.slow  # three lives: a minute on two cores
+@pytest.mark.parametrize("at", [0, 20])
+def test_sigterm_while_two_processes_compile_is_heard_after_the_first_step(
+    config: Path, tmp_path: Path, at: int
+) -> None:
+    """Of a new run, and of one that goes on from a step."""
+    workdir = tmp_path / "run"
+    if at:
+        code, said = ended(launched(config, workdir, 1, 8, f"--config.train.stop_at={at}"))
+        assert code == Exit.DONE, said
+    supervisor = launched(config, workdir, 2, 4)
+    startups = lambda: text_of(workdir / "goodput.jsonl").count('"phase": "startup"')
+    wait_for(supervisor, lambda: startups() == 1 + bool(at))
     supervisor.terminate()
     code, said = ended(supervisor)
     assert code == Exit.PREEMPTED, said
-    steps = [int(path.name) for path in (tmp_path / "run/checkpoints").iterdir() if path.name.isdecimal()]
-    assert steps == [max(losses(tmp_path / "run"))]
-    assert steps[0] <= 3
+    last = max(losses(workdir))
+    assert (workdir / f"checkpoints/{last}").is_dir()
+    assert at < last <= at + 3
 
 
 def text_of(path: Path) -> str:
