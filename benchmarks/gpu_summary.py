@@ -3,13 +3,14 @@
     python benchmarks/gpu_summary.py FOLDER
 
 FOLDER holds the workdirs `1b_RECIPE` of `sharded-train train` and the files `rehearsed_RECIPE.json`. Rates are medians
-of the logged ones; the loss is the mean of the last two logged.
+of the logged ones; the loss is the mean of the last two logged. A run that ended before bf16's has no loss to compare.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -34,32 +35,38 @@ def main() -> None:
 
 
 def run_of(workdir: Path) -> dict[str, Any]:
-    """Tokens/s, MFU, loss and peak memory; nothing for a run that logged no rate."""
+    """Seconds a step, tokens/s, MFU, loss and peak memory; nothing for a run that logged no rate."""
     path = workdir / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    rates = [line for line in lines if line.get("tokens_per_second")]
+    rates = [line for line in lines if line.get("tokens_per_second")]  # the others are of evaluations
     if not rates:
         return {}
+    train = json.loads((workdir / "config.json").read_text())["train"]
+    rate = statistics.median(line["tokens_per_second"] for line in rates)
+    losses = [line["loss"] for line in rates[-2:]]
     return {
-        "tokens/s": statistics.median(line["tokens_per_second"] for line in rates),
+        "seconds": train["global_batch_size"] * train["sequence_length"] / rate,
+        "tokens/s": rate,
         "mfu": statistics.median(line["mfu"] for line in rates),
-        "loss": statistics.mean(line["loss"] for line in lines[-2:]),
-        "memory": max((line.get("peak_memory_bytes") or 0 for line in lines), default=0),
-        "step": lines[-1]["step"],
+        "loss": math.nan if None in losses else statistics.mean(losses),
+        "memory": max(line.get("peak_memory_bytes") or 0 for line in rates),
+        "step": rates[-1]["step"],
     }
 
 
 def table(runs: dict[str, dict[str, Any]]) -> list[str]:
     lines = [
-        f"| recipe | tokens/s | beside {ALONE} | MFU | loss | beside {ALONE} | memory | of rehearsed time, memory |",
-        "|---|---:|---:|---:|---:|---:|---:|---|",
+        f"| recipe | step | tokens/s | beside {ALONE} | MFU | loss | beside {ALONE} | memory "
+        "| of rehearsed time, memory |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     first = runs[ALONE]
     for name, run in runs.items():
         speed, loss = run["tokens/s"] / first["tokens/s"], run["loss"] / first["loss"] - 1
+        beside = f"{loss:+.2%}" if run["step"] == first["step"] else f"of step {run['step']}, not {first['step']}"
         lines.append(
-            f"| {name} | {run['tokens/s']:,.0f} | {speed:.2f} | {run['mfu']:.1%} | {run['loss']:.4f} | {loss:+.2%} "
-            f"| {run['memory'] / 2**30:.1f} GiB | {beside_rehearsal(run)} |"
+            f"| {name} | {1e3 * run['seconds']:,.1f} ms | {run['tokens/s']:,.0f} | {speed:.2f} | {run['mfu']:.1%} "
+            f"| {run['loss']:.4f} | {beside} | {run['memory'] / 2**30:.1f} GiB | {beside_rehearsal(run)} |"
         )
     return lines
 
