@@ -106,13 +106,10 @@ class Checkpointer:
     def save(self, step: int, state: Any, run: dict[str, Any]) -> None:
         """Begins to write `state` and the record `run` as the checkpoint of `step`, after a save under way."""
         self.wait()
-        if (path := self._there(step)) is not None:
-            raise CheckpointError(f"{path} is already there: move it away to save step {step} again")
         self._attempts += 1
+        hindered = self._hindered(step) if self.peers.index == 0 else None
         try:
-            if self.peers.index == 0:
-                files.remove_leftovers(self.saves_to)
-            begun = saving.begin(step, self.saves_to / str(step), self._attempts, state, run, self._timeout)
+            begun = saving.begin(step, self.saves_to / str(step), self._attempts, state, run, self._timeout, hindered)
         except CheckpointError:
             raise
         except Exception as error:
@@ -192,11 +189,15 @@ class Checkpointer:
         paths = [directory / str(step) for directory in self.directories]
         return next((path for path in paths if files.exists(path)), None)
 
-    def _there(self, step: int) -> Path | None:
+    def _hindered(self, step: int) -> str | None:
+        """What process 0 finds in the way of a save; the others hear it from there, as they may see another place."""
         try:
-            return self._found(step)
-        except OSError:  # who cannot look cannot write either, and the others will hear it
-            return None
+            if (path := self._found(step)) is not None:
+                return f"{path} is already there: move it away to save step {step} again"
+            files.remove_leftovers(self.saves_to)
+        except OSError as error:
+            return f"what is left of other saves in {self.saves_to} cannot be removed: {reason(error)}"
+        return None
 
     def _finish(self, save: saving.Save) -> str | None:
         """In the background: the new checkpoint is verified first, only then do old ones go."""

@@ -103,21 +103,28 @@ class Save:
         return f"process {self.peers.index} on {socket.gethostname()}: " if self.peers.count > 1 else ""
 
 
-def begin(step: int, path: Path, attempt: int, state: Any, run: Mapping[str, Any], timeout: float) -> Save | str:
+def begin(
+    step: int, path: Path, attempt: int, state: Any, run: Mapping[str, Any], timeout: float, hindered: str | None = None
+) -> Save | str:
     """Begins to save a state; its arrays may be donated as soon as this returns. Or why it cannot be.
 
-    Every process calls it. That one of them cannot write is found out here, where nobody waits for it yet.
+    Every process calls it. That one of them cannot write, or is `hindered`, is found out here, where nobody waits for
+    it yet.
     """
     peers = Peers(timeout)
     leaves = by_name(state)
     temporary = files.temporary(path, attempt)
-    problem = _cannot_write(path, sum(map(num_bytes, leaves.values())), peers.index)
+    problem = hindered or _cannot_write(path, sum(map(num_bytes, leaves.values())), peers.index)
     for index, told in enumerate(peers.all(problem)):
         if told is not None:
             return f"process {index}: {told}" if peers.count > 1 else str(told)
     stored = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in leaves.items()}
     parts, sums = arrays.own_parts(leaves), digest.on_devices(leaves)
-    response = arrays.save_async(temporary, leaves, run, timeout)
+    try:
+        response = arrays.save_async(temporary, leaves, run, timeout)
+    except Exception as error:  # told when the save is finished: the others are under way, and wait for this process
+        response = concurrent.futures.Future()
+        response.set_exception(error)
     return Save(step, path, temporary, dict(run), stored, parts, sums, response, peers)
 
 

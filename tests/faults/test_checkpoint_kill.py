@@ -142,7 +142,7 @@ FAULTY = """
 import sys, time
 import jax
 from pathlib import Path
-from sharded_train.checkpoint import arrays, saving
+from sharded_train.checkpoint import arrays, files, saving
 how, directory, address, index = sys.argv[1:]
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
@@ -164,9 +164,20 @@ def cannot_write(*args):
     calls.append(args)
     return "the folder cannot be written" if index == "1" and len(calls) < 3 else None
 
+def twice(function, answer):
+    def asked(*args):
+        calls.append(args)
+        return answer() if len(calls) < 3 else function(*args)
+    return asked
+
+def refuse():
+    raise OSError(5, "Input/output error")
+
 if how == "quota":
     arrays.save_async = broken
-else:
+elif how == "clearing" and index == "0":
+    files.remove_leftovers = twice(files.remove_leftovers, refuse)
+elif how == "probe":
     saving._cannot_write = cannot_write
 begun = time.monotonic()
 checkpoint_child.CheckpointConfig = lambda every: saving_config
@@ -178,12 +189,21 @@ assert time.monotonic() - begun < 60
 
 
 @pytest.mark.slow  # two processes start JAX: 20 to 40 s each
-@pytest.mark.parametrize(("how", "reason"), [("quota", "Disk quota exceeded"), ("probe", "cannot be written")])
-def test_a_process_that_cannot_write_is_named_by_all_and_the_run_goes_on(tmp_path: Path, how: str, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "process", "reason"),
+    [
+        ("quota", 1, "Disk quota exceeded"),
+        ("probe", 1, "cannot be written"),
+        ("clearing", 0, "Input/output error"),  # what a save that was killed has left cannot be removed
+    ],
+)
+def test_a_process_that_cannot_write_is_named_by_all_and_the_run_goes_on(
+    tmp_path: Path, how: str, process: int, reason: str
+) -> None:
     with socket.socket() as listening:
         listening.bind(("localhost", 0))
         address = f"localhost:{listening.getsockname()[1]}"
-    processes = [
+    started = [
         subprocess.Popen(
             [sys.executable, "-c", FAULTY, how, str(tmp_path / "checkpoints"), address, str(index)],
             env={**os.environ, "PYTHONPATH": str(soak.ROOT)},
@@ -193,11 +213,11 @@ def test_a_process_that_cannot_write_is_named_by_all_and_the_run_goes_on(tmp_pat
         )
         for index in range(2)
     ]
-    for process in processes:
-        out, err = process.communicate()
-        assert process.returncode == 0, err
+    for one in started:
+        out, err = one.communicate()
+        assert one.returncode == 0, err
         assert "done" in out
-        assert "process 1" in err
+        assert f"process {process}: " in err or f"process {process} on " in err
         assert reason in err
         assert "failure 2 of at most" in err
         assert "is written, after 2 that failed" in err

@@ -13,7 +13,8 @@ class Service:
     """JAX's rule: a signal is heard at the number after the last that it was asked with, and at no other."""
 
     def __init__(self) -> None:
-        self.asked, self.safe = 0, None
+        self.asked = 0
+        self.safe: int | None = None
 
     def signal(self) -> None:
         self.safe = self.asked + 1
