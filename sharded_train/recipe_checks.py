@@ -107,7 +107,7 @@ def _batch(recipe: Recipe, sizes: Mapping[str, int], num_devices: int | None) ->
         return []
     offers = [f"train.num_microbatches = {_or(nearest(m, _divisors(rows // data)))}"] if rows % data == 0 else []
     if "data" in sizes and math.prod(sizes.values()) == num_devices:
-        all_ranks, ways = data * tensor, sizes["sequence"]
+        all_ranks, ways = data * tensor, sizes.get("sequence", 1)
         fits = [t for t in _divisors(all_ranks) if rows % (all_ranks // t * m) == 0 and _tensor_fits(recipe, t, ways)]
         for t in nearest(tensor, fits):
             changed = {"data": all_ranks // t, "tensor": t}

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from sharded_train import params, recipe_checks
 from sharded_train.errors import ConfigError
+from sharded_train.mesh import AXES
 from sharded_train.models.decoder import DecoderConfig, param_specs
 from sharded_train.pipeline import Pipeline, PipelineConfig, pipeline_of
+from sharded_train.recipe_ranges import MOST_LAYERS
 from sharded_train.schedule_remarks import remarks
 from sharded_train.schedules.build import default_chunks, make
 from sharded_train.schedules.simulate import neighbours
@@ -29,11 +31,11 @@ def problems(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
     """What the schedule or the split of the layers refuses, before anything is built."""
     chosen, p, num_layers = recipe.pipeline, sizes.get("pipeline", 1), recipe.model.num_layers
     found, chunks = [], _chunks(chosen)
-    if p <= 1 or num_layers < 1 or chunks < 1:
+    if p <= 1 or not all(1 <= n <= MOST_LAYERS for n in (num_layers, chunks)):
         return []  # out of range, which is told of elsewhere
     asked = f"mesh.pipeline = {p}, pipeline.schedule = {chosen.schedule}, pipeline.num_chunks = {chunks}"
     for refuses in (
-        lambda: make(chosen.schedule, p, 1, chunks),
+        lambda: make(chosen.schedule, 2, 1, chunks),  # what it refuses is so for any number of stages
         lambda: split(num_layers, p, chunks, head=_head_load(recipe), layers=chosen.layers),
     ):
         try:
@@ -149,7 +151,7 @@ def _zero(recipe: Recipe, pipe: Pipeline, sizes: Mapping[str, int]) -> list[str]
     """ZeRO 2 and 3, whose layers' weights or gradients cross data once for each microbatch."""
     zero, m, data = recipe.zero, recipe.train.num_microbatches, sizes.get("data", 1)
     ranks = (zero.group_size or data) * sizes.get("sequence", 1)
-    if zero.stage < 2 or m == 1 or ranks == 1 or "data" not in sizes:
+    if zero.stage < 2 or m == 1 or ranks == 1 or len(sizes) < len(AXES):
         return []
     weight, gradient = recipe.precision.compute_dtype.itemsize, BF16 if zero.reduce_dtype == "bfloat16" else FP32
     layers = _layer_parameters(recipe, pipe, sizes) * (ranks - 1) / ranks

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+MOST_LAYERS = 2**12  # every way to share them out over a pipeline is looked at
+
 RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "at least 1": (
         lambda x: x >= 1,
@@ -35,10 +37,10 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
         "train.label_smoothing",
     ),
     f"at most 2^24 = {2**24}": (lambda x: x <= 2**24, "model.vocab_size train.sequence_length train.global_batch_size"),
+    f"at most {MOST_LAYERS}": (lambda x: x <= MOST_LAYERS, "model.num_layers pipeline.num_chunks"),
     f"below 2^31 = {2**31}": (
         lambda x: x < 2**31,
-        "model.d_model model.num_layers model.num_heads model.num_kv_heads model.head_dim model.d_ff "
-        "model.max_positions",
+        "model.d_model model.num_heads model.num_kv_heads model.head_dim model.d_ff model.max_positions",
     ),
     f"below 2^32 = {2**32}": (lambda x: x < 2**32, "train.seed"),
     "from 0 to 1": (lambda x: 0 <= x <= 1, "schedule.final_fraction schedule.decay_fraction"),

@@ -168,6 +168,7 @@ def test_the_default_recipe_is_sound() -> None:
         (["mesh.data=3", "train.global_batch_size=33"], ["data 3", "the number of devices is 8"]),
         (["mesh.tensor=-1"], ["mesh.data = -1 and mesh.tensor = -1"]),
         (["mesh.tensor=0"], ["mesh.tensor = 0"]),
+        (["mesh.sequence=0", "mesh.data=8"], ["mesh.sequence = 0"]),
         (["mesh.order=data,tensor"], ["mesh.order", "pipeline is missing"]),
     ],
 )
@@ -336,6 +337,8 @@ def test_a_usual_recipe_has_no_warnings() -> None:
     assert warnings_of(changed("mesh.tensor=2"), 8) == []
     assert warnings_of(changed("mesh.tensor=2"), None) == []
     assert warnings_of(changed("mesh.tensor=2", "mesh.order=tensor,data,pipeline,sequence"), None) == []
+    stages = ("mesh.data=2", "mesh.tensor=-1", "mesh.pipeline=2", "zero.stage=3", "train.num_microbatches=2")
+    assert warnings_of(changed(*stages), None) == []  # of tensor's size, and so of its bytes, nothing is known
 
 
 CONFIG_FILES: list[tuple[str, list[int], dict[str, Any]]] = [
@@ -408,11 +411,14 @@ def test_groups_of_zero_divide_data() -> None:
         "model.d_model=99999999999999999999",
         "train.seed=4294967296",
         "model.num_heads=300000001",
+        "model.num_layers=2147483647 mesh.pipeline=2",
+        "pipeline.num_chunks=2147483648 mesh.pipeline=2 pipeline.schedule=interleaved",
+        "mesh.pipeline=2147483648",
     ],
 )
 def test_absurd_sizes_are_answered_at_once(change: str) -> None:
     with pytest.raises(ConfigError):
-        check(load(CONFIGS / "quickstart.py", [f"--config.{change}"]), 8)
+        check(load(CONFIGS / "quickstart.py", [f"--config.{key}" for key in change.split()]), 8)
 
 
 def test_numbers_beyond_fp32_are_refused() -> None:

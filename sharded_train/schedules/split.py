@@ -52,11 +52,11 @@ def split(
     `layers` gives the numbers instead, in the order in which the layers run: chunk 0 of all stages, then chunk 1.
     Raises ConfigError when there are more chunks than layers, or when `layers` are not the model's.
     """
+    if p * v > num_layers:
+        raise ConfigError(_too_many_chunks(num_layers, p, v))
     extra = np.zeros(p * v)
     extra[0] += embedding
     extra[-1] += head
-    if p * v > num_layers:
-        raise ConfigError(_too_many_chunks(num_layers, p, v))
     by_stage = lambda virtual: virtual.reshape(v, p).T
     best = _fastest([Split(by_stage(counts), by_stage(counts + extra)) for counts in _ways(num_layers, extra)])
     if layers is None:
