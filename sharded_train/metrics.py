@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import time
@@ -19,7 +20,7 @@ from sharded_train import workdir as layout
 from sharded_train.data.loader import slow_loader
 from sharded_train.faults.config import FaultsConfig
 from sharded_train.faults.health import Health
-from sharded_train.precision_log import PrecisionLog, drop_after
+from sharded_train.precision_log import PrecisionLog, append, drop_after
 
 
 class Pace:
@@ -47,20 +48,19 @@ class MetricsWriter:
     """Writes metrics.jsonl, an object a line, and the same to TensorBoard. For one process.
 
     Begun at step k, it takes away what an earlier run wrote beyond k: each step stands there once. A number that is
-    not finite is null in the JSON.
+    not finite is null in the JSON. Methods raise OSError where the disk takes no more; TensorBoard then ends.
     """
 
     def __init__(self, workdir: Path, start_step: int, *, tensorboard: bool):
-        self._workdir, self._with_tensorboard = workdir, tensorboard
+        self._path, self._folder = workdir / layout.METRICS, str(workdir / layout.TENSORBOARD) if tensorboard else None
         self._open(start_step)
 
     def _open(self, start_step: int) -> None:
-        path = self._workdir / layout.METRICS
-        drop_after(path, start_step)
-        self._file = path.open("a")
-        # TensorBoard itself hides what older files say from the purge step on.
-        folder = str(self._workdir / layout.TENSORBOARD)
-        self._tensorboard = SummaryWriter(folder, purge_step=start_step + 1) if self._with_tensorboard else None
+        drop_after(self._path, start_step)
+        # TensorBoard itself hides what older files say from the purge step on. Its thread is not to flush: it would die
+        # of a full disk, and `write` wait for it without end.
+        options = {"purge_step": start_step + 1, "flush_secs": 86400}
+        self._tensorboard = None if self._folder is None else SummaryWriter(self._folder, **options)
 
     def go_back(self, step: int) -> None:
         """What was written after `step` is taken away."""
@@ -69,18 +69,22 @@ class MetricsWriter:
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         finite = {key: value if value is not None and math.isfinite(value) else None for key, value in values.items()}
-        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
-        self._file.flush()
-        if self._tensorboard is not None:
+        append(self._path, json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        if self._tensorboard is None:
+            return
+        try:
             for key, value in values.items():
                 if value is not None:
                     self._tensorboard.add_scalar(key, value, step)
             self._tensorboard.flush()
+        except OSError:
+            self._tensorboard = None
+            raise
 
     def close(self) -> None:
-        self._file.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with contextlib.suppress(OSError):
+                self._tensorboard.close()
 
 
 class RunLog:
@@ -114,7 +118,7 @@ class RunLog:
         self._pending: tuple[int, dict[str, Any]] | None = None
         self._waited = self._waited_told = 0.0
         self._told = 0
-        self._begun = False
+        self._begun = self._in_vain = False
         self.tokens_seen = tokens_seen
         self.pace = Pace()
         self.health = Health(faults, self.note)
@@ -127,10 +131,9 @@ class RunLog:
         """The run goes on from `step`: what was written after it is taken away."""
         self._pending = None
         self.tokens_seen = tokens_seen
-        if self._writer is not None:
-            self._writer.go_back(step)
-        if self._precision is not None:
-            self._precision.go_back(step)
+        for log in (self._writer, self._precision):
+            if log is not None:
+                self._write(step, functools.partial(log.go_back, step))
         self.pace.seconds_per_step(step)
         self._told = step
 
@@ -150,7 +153,8 @@ class RunLog:
         (step, metrics), self._pending = self._pending, None
         fp8 = metrics.pop("fp8", None)
         if fp8 is not None and self._precision is not None:
-            self._precision.write(step, fp8, last=step == self._last_step)
+            last = step == self._last_step
+            self._write(step, functools.partial(self._precision.write, step, fp8, last=last))
         values = {key: value.item() for key, value in jax.device_get(metrics).items()}
         self.tokens_seen += round(values["num_tokens"])
         broken = [key for key in ("loss", "grad_norm") if not math.isfinite(values[key])]
@@ -166,8 +170,19 @@ class RunLog:
 
     def validation(self, step: int, loss: float, bits_per_byte: float, words: str) -> None:
         if self._writer is not None:
-            self._writer.write(step, {"validation_loss": loss, "validation_bits_per_byte": bits_per_byte})
+            values = {"validation_loss": loss, "validation_bits_per_byte": bits_per_byte}
+            self._write(step, functools.partial(self._writer.write, step, values))
         self._table.note(words)
+
+    def _write(self, step: int, write: Callable[[], None]) -> None:
+        """Numbers are not worth a run: what a full disk does not take is left out, which is told once."""
+        try:
+            write()
+            self._in_vain = False
+        except OSError as error:
+            if not self._in_vain:
+                self.note(f"step {step}: what is measured cannot be written, and is left out for now: {error}")
+            self._in_vain = True
 
     def _tell(self, step: int, values: Mapping[str, float]) -> None:
         seconds = self.pace.seconds_per_step(step)
@@ -181,7 +196,7 @@ class RunLog:
         if most := memory.peak(jax.local_devices()):
             told["peak_memory_bytes"] = most[0]
         if self._writer is not None:
-            self._writer.write(step, told)
+            self._write(step, functools.partial(self._writer.write, step, told))
         self._table.row(step, told, seconds)
         if seconds and (slow := slow_loader(waited, seconds * steps, self._read_threads)):
             self._table.note(slow)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,13 +37,25 @@ class PrecisionLog:
         tensors = {}
         for name, numbers in jax.device_get(dict(told)).items():
             tensors[name] = {what: _finite(numbers[:, i]) for i, what in enumerate(NUMBERS)}
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, "tensors": tensors}, allow_nan=False) + "\n")
+        append(self._path, json.dumps({"step": step, "tensors": tensors}, allow_nan=False) + "\n")
 
 
 def _finite(numbers: np.ndarray) -> list[float | None]:
     """JSON knows no infinity."""
     return [float(f"{x:.6g}") if math.isfinite(x) else None for x in numbers.tolist()]
+
+
+def append(path: Path, line: str) -> None:
+    """All of the line, or nothing and OSError: what is appended when the disk has room again begins a line."""
+    data = line.encode()
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def drop_after(path: Path, step: int) -> None:

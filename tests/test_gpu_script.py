@@ -1,4 +1,4 @@
-"""benchmarks/gpu.sh without a GPU: what it would run is recorded and understood; what runs leave behind is summed up."""
+"""benchmarks/gpu.sh without a GPU: what it would run is recorded and understood, what runs leave is summed up."""
 
 from __future__ import annotations
 

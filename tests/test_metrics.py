@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import resource
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -195,3 +197,32 @@ def test_a_slow_loader_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told[2][1] == pytest.approx(1.2 / 1)
     assert "loader is the bottleneck" in out.getvalue()
     assert "data.read_threads (now 3)" in out.getvalue()
+
+
+@pytest.fixture
+def limit() -> Iterator[Callable[[int], None]]:
+    """Files of this process take so many bytes and no more, as on a disk that fills up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("tensorboard", [False, True])
+def test_a_full_disk_is_told_once_and_stops_no_run(
+    tmp_path: Path, limit: Callable[[int], None], tensorboard: bool
+) -> None:
+    out = io.StringIO()
+    log = RunLog(
+        MetricsWriter(tmp_path, 0, tensorboard=tensorboard), ProgressTable(Console(file=out, width=200), 9, 1),
+        every=1, last_step=9, tokens_per_step=1, flops_per_step=1.0, peak=1.0, tokens_seen=0,
+        read_threads=3, tell_start=lambda: None, faults=FaultsConfig(),
+    )  # fmt: skip
+    metrics = {"loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "num_tokens": 1.0}
+    for step in range(1, 8):
+        log.add(step, {key: jnp.float32(value) for key, value in metrics.items()}, 0.0)
+        log.flush()
+        if step in (2, 5):
+            limit((tmp_path / "metrics.jsonl").stat().st_size + 20 if step == 2 else resource.RLIM_INFINITY)
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 6, 7]
+    assert out.getvalue().count("step 3: what is measured cannot be written, and is left out for now: [Errno 2") == 1
+    assert out.getvalue().count("cannot be written") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -36,7 +37,8 @@ class Progress:
     def step(self, step: int) -> None:
         """`step` steps are done. Costs a write of twenty bytes into the page cache."""
         if self._file is not None:
-            os.pwrite(self._file, f"{step:{_DIGITS}d}".encode(), 0)
+            with contextlib.suppress(OSError):  # a full disk: the supervisor then knows less, and the run goes on
+                os.pwrite(self._file, f"{step:{_DIGITS}d}".encode(), 0)
 
     def close(self) -> None:
         if self._file is not None:
