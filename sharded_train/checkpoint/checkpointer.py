@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +15,8 @@ from sharded_train.checkpoint.peers import Peers
 from sharded_train.checkpoint.record import Verified
 from sharded_train.checkpoint.resuming import Choice
 from sharded_train.errors import ConfigError
+
+_SEEN = 120.0  # seconds: network file systems remember for up to a minute what was not there
 
 
 class Checkpointer:
@@ -169,9 +173,21 @@ class Checkpointer:
         return True
 
     def choose(self, resume: str) -> Choice:
-        """What `--resume` means here: "auto", "never", "must" or a step. See `resuming.choose`."""
+        """What `--resume` means here: "auto", "never", "must" or a step. See `resuming.chosen`.
+
+        Returns when this process sees the first of the checkpoints that process 0 chose from.
+        """
         told = self.peers.first(resuming.chosen(self, resume) if self.peers.index == 0 else None)
-        return resuming.Choice.told(told)
+        choice = resuming.Choice.told(told)
+        deadline = time.monotonic() + _SEEN
+        while choice.steps and self._found(choice.step) is None:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"process {self.peers.index} on {socket.gethostname()} does not see {self.path(choice.step)} after "
+                    f"{_SEEN:g} s, and process 0 does: do all hosts share the directory?"
+                )
+            time.sleep(0.2)
+        return choice
 
     def resume(
         self, choice: Choice, abstract_state: Any, accept: Callable[[Path, dict[str, Any]], None]

@@ -56,7 +56,9 @@ class Peers:
         if self.index:
             self._set(f"{key}/{self.index}", value)
             return None
-        return [value, *(self._wait(f"{key}/{i}", i) for i in range(1, self.count))]
+        found = [value, *(self._wait(f"{key}/{i}", i) for i in range(1, self.count))]
+        compat.coordination().key_value_delete(key)  # and all below: the digests of every save would add up there
+        return found
 
     def all(self, value: Any) -> list[Any]:
         """The values of all, on all."""

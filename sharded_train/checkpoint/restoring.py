@@ -38,7 +38,7 @@ def load_leaves(
     path: Path, verified: Verified, wanted: Mapping[str, jax.ShapeDtypeStruct], peers: Peers
 ) -> dict[str, jax.Array]:
     """Leaves of a checkpoint whose files have been checked, their digests compared after loading. As `load`."""
-    leaves: dict[str, jax.Array] = _all_agree(peers, path, lambda: arrays.load(path, wanted))
+    leaves: dict[str, jax.Array] = all_agree(peers, path, lambda at: arrays.load(at, wanted))
     found = digest.as_digests(leaves, digest.on_devices(leaves))
     wrong = [name for name, sums in found.items() if digest.as_text(sums) != verified.leaves[name].digest]
     if wrong:
@@ -49,18 +49,19 @@ def load_leaves(
 def check(path: Path, verified: Verified, peers: Peers) -> None:
     """Raises Damage unless a checkpoint's files are those of its record. Process 0 looks for all."""
 
-    def look() -> None:
-        record.check_files(path, verified)
-        arrays.check_layout(path, verified.leaves)
+    def look(at: Path) -> None:
+        if peers.index == 0:
+            record.check_files(at, verified)
+            arrays.check_layout(at, verified.leaves)
 
-    _all_agree(peers, path, look if peers.index == 0 else lambda: None)
+    all_agree(peers, path, look)
 
 
-def _all_agree(peers: Peers, path: Path, do: Callable[[], Any]) -> Any:
-    """What `do` returns, unless it raised on any process: then all of them raise."""
+def all_agree(peers: Peers, path: Path, do: Callable[[Path], Any]) -> Any:
+    """What `do(path)` returns, unless it raised on any process: then all of them raise."""
     result, told = None, None
     try:
-        result = do()
+        result = do(path)
     except Exception as error:  # whatever it is, the others must hear of it
         told = ["passing" if is_passing(error) else "damage", reason(error)]
     for index, other in enumerate(peers.all(told)):

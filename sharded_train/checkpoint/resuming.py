@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +104,7 @@ def resume(
     for step in choice.steps:
         path = checkpointer.path(step)
         try:
-            verified = record.read(path, step)
+            verified = restoring.all_agree(checkpointer.peers, path, partial(record.read, step=step))
             accept(path, verified.run)
             state = restoring.load(path, verified, abstract_state, checkpointer.peers)
         except Damage as error:
