@@ -48,7 +48,11 @@ def precision(workdir: Path, *, html: Path | None, json: bool = False) -> int:
     else:
         console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
         console.print(table(found))
-        console.print("In brackets: the step and the layer of the worst.", style="dim")
+        console.print(
+            "amax, the largest of all layers, and scale, from the smallest to the largest, are of the last step. In "
+            "brackets: the step and the layer of the worst.",
+            style="dim",
+        )
         for remark in found["remarks"]:
             console.print(remark, markup=False)
     return Exit.DONE

@@ -121,7 +121,7 @@ def _sequence(recipe: Recipe, ways: int, tensor: int, num_devices: int | None, a
     length, heads, context = recipe.train.sequence_length, recipe.model.num_heads, recipe.attention.context
     if ways < 1 or tensor < 1:
         return []
-    unit = _row_unit(ways, tensor)
+    unit = row_unit(ways, tensor)
     if ways == 1:
         why = "activations between blocks are split over tensor"
         return _no_multiple("train.sequence_length", length, "mesh.tensor", unit, why, also)
@@ -129,7 +129,7 @@ def _sequence(recipe: Recipe, ways: int, tensor: int, num_devices: int | None, a
     why = "each device has two chunks of a row, one from either end, so that causal attention is equal work for all"
     why += "; between blocks they are split over tensor" if tensor > 1 else ""
     devices = num_devices or 1 << 31  # where their number is not known, it is taken for a power of two
-    works = lambda s: length % _row_unit(s, tensor) == 0 == devices % (s * tensor)
+    works = lambda s: length % row_unit(s, tensor) == 0 == devices % (s * tensor)
     fits = [s for s in _divisors(length) if works(s) and (context != "ulysses" or heads % (s * tensor) == 0)]
     also = f", or mesh.sequence = {_or(nearest(ways, fits))}" if nearest(ways, fits) else ""
     problems = _no_multiple("train.sequence_length", length, by, unit, why, also)
@@ -262,13 +262,13 @@ def _no_multiple(key: str, value: int, by: str, divisor: int, why: str, also: st
     ]
 
 
-def _row_unit(ways: int, tensor: int) -> int:
+def row_unit(ways: int, tensor: int) -> int:
     """What a row's length must be a multiple of: of two chunks a sequence rank, split over tensor as one."""
     return tensor if ways == 1 else ways * math.lcm(2, tensor)
 
 
 def _tensor_fits(recipe: Recipe, tensor: int, ways: int) -> bool:
-    model, unit = recipe.model, _row_unit(max(ways, 1), tensor)
+    model, unit = recipe.model, row_unit(max(ways, 1), tensor)
     whole = model.num_heads % tensor == 0 == model.d_ff % tensor and recipe.train.sequence_length % unit == 0
     return whole and _kv_fits(model.kv_heads, tensor)
 

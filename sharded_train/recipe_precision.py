@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sharded_train.devices import DEVICES
 from sharded_train.precision import Bf16Layers, Fp8Config, LossScaleConfig
 from sharded_train.precision.blocks import BLOCK
+from sharded_train.recipe_checks import nearest_multiples, row_unit
 
 if TYPE_CHECKING:
     from sharded_train.recipe import Recipe
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 UNIT = 16  # cuBLAS's FP8 products take dims that are multiples of it
 BLOCK_SCALED = 10.0  # the compute capability from which on tensor cores take a scale for each block
 WORTH = 1024  # outputs of a product: below about so many, quantising its input takes longer than FP8 saves on an H100
+MOST_MARGIN = 16
 
 
 def problems(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
@@ -25,7 +28,12 @@ def problems(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
         f"{name} = {value}: must be {words}"
         for name, value, holds, words in (
             ("precision.fp8.amax_history_length", fp8.amax_history_length, fp8.amax_history_length >= 1, "at least 1"),
-            ("precision.fp8.margin", fp8.margin, 0 <= fp8.margin <= 64, "from 0 to 64"),
+            (
+                "precision.fp8.margin",
+                fp8.margin,
+                0 <= fp8.margin <= MOST_MARGIN,
+                f"from 0 to {MOST_MARGIN}: e4m3 spans 17 powers of two, of which a margin takes one each",
+            ),
             ("log.precision_every", recipe.log.precision_every, recipe.log.precision_every >= 0, "at least 0"),
             ("precision.fp16.initial", fp16.initial, 1 <= fp16.initial <= 2**24, "from 1 to 2^24"),
             ("precision.fp16.growth_interval", fp16.growth_interval, fp16.growth_interval >= 1, "at least 1"),
@@ -49,20 +57,28 @@ def _fp8(recipe: Recipe, sizes: Mapping[str, int]) -> Iterator[str]:
     words = f"precision.fp8.bf16_layers.first {first} + last {last} = {first + last}"
     if min(first, last) < 0:
         yield f"{words}: neither may be below 0"
-    elif first + last >= recipe.model.num_layers:
+    elif first + last >= recipe.model.num_layers >= 1:
         yield (
             f"{words} of model.num_layers {recipe.model.num_layers}: no layer is left for precision.recipe = "
             f"{recipe.precision.recipe}; keep fewer, or use recipe = bf16"
         )
-    blocks = recipe.precision.recipe == "mxfp8"
-    unit, reason = (BLOCK, "blocks of 32") if blocks else (UNIT, "FP8, and cuBLAS takes no other sizes")
-    for equation, size in dims(recipe, sizes).items():
-        if size > 0 and size % unit:
-            yield (
-                f"{equation} = {size} is no multiple of {unit}: precision.recipe = {recipe.precision.recipe} works in "
-                f"{reason} on a device; nearest that work: "
-                f"{' or '.join(str(n) for n in (size // unit * unit, size // unit * unit + unit) if n)}"
-            )
+    yield from _no_multiples(recipe, sizes)
+
+
+def _no_multiples(recipe: Recipe, sizes: Mapping[str, int]) -> Iterator[str]:
+    blocks, said = recipe.precision.recipe == "mxfp8", set()
+    unit, reason = (BLOCK, "its blocks are of 32 numbers") if blocks else (UNIT, "cuBLAS takes no other sizes")
+    for dim in dims(recipe, sizes):
+        if dim.key in said or dim.size % unit == 0 or not _in_fp8(recipe, (*dim.outputs, *dim.inputs)):
+            continue
+        said.add(dim.key)  # what a kv head asks for contains what the others do
+        works = nearest_multiples(
+            dim.value, math.lcm(dim.whole, unit * dim.ways // math.gcd(unit * dim.ways, dim.times))
+        )
+        yield (
+            f"{dim.equation} is no multiple of {unit}, as precision.recipe = {recipe.precision.recipe} needs every dim "
+            f"of a product to be on a device ({reason}); nearest that work: {dim.key} = {' or '.join(map(str, works))}"
+        )
 
 
 def on_device(recipe: Recipe, name: str, capability: str) -> list[str]:
@@ -81,39 +97,72 @@ def _number(capability: str) -> float:
     return float(capability) if capability.replace(".", "", 1).isdigit() else 0.0
 
 
-def dims(recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The dims of the layers' products on one device, by the equation that makes them; 0 where it does not divide."""
+class Dim(NamedTuple):
+    """A dim of a layer's products on one device: of `size` = `value` x `times` / `ways`."""
+
+    key: str  # of the setting that it follows from, whose value is
+    value: int
+    times: int
+    ways: int
+    equation: str
+    outputs: tuple[str, ...] = ()  # products whose outputs it is
+    inputs: tuple[str, ...] = ()  # those that sum over it
+    whole: int = 1  # what the value must be a multiple of anyway
+
+    @property
+    def size(self) -> int:
+        return self.value * self.times // self.ways
+
+
+def dims(recipe: Recipe, sizes: Mapping[str, int]) -> list[Dim]:
+    """Those that are known, and divide."""
     model, train, tensor = recipe.model, recipe.train, sizes.get("tensor", 1)
     if min(model.num_heads, model.kv_heads, model.d_model, tensor, train.num_microbatches) < 1:
-        return {}
+        return []
     over = f" / mesh.tensor {tensor}" if tensor > 1 else ""
-    split = lambda n: n // tensor if n % tensor == 0 else 0
-    head, kv_heads = model.dim_per_head, model.kv_heads
-    found = {
-        f"model.d_model {model.d_model}": model.d_model,
-        f"model.num_heads {model.num_heads} x head_dim {head}{over}": split(model.num_heads * head),
-        f"model.d_ff {model.d_ff}{over}": split(model.d_ff),
-    }
-    if kv_heads % tensor == 0:
-        found[f"model.num_kv_heads {kv_heads} x head_dim {head}{over}"] = split(kv_heads * head)
+    head, kv_heads, ups = model.dim_per_head, model.kv_heads, tuple(n for n in _names(recipe) if n in ("gate", "up"))
+    heads = lambda n, name: f"model.{name} {n} x head_dim {head}{over} = {n * head // tensor}"
+    if kv_heads % tensor:
+        kv = Dim("model.head_dim", head, 1, 1, f"model.head_dim = {head}, of a device's one kv head,", ("k", "v"))
     else:
-        found[f"head_dim {head} of the one kv head of a device"] = head
+        kv = Dim("model.head_dim", head, kv_heads, tensor, heads(kv_heads, "num_kv_heads"), ("k", "v"))
+    found = [
+        Dim("model.d_model", model.d_model, 1, 1, f"model.d_model = {model.d_model}", ("out", "down"), _names(recipe)),
+        kv,
+        Dim("model.head_dim", head, model.num_heads, tensor, heads(model.num_heads, "num_heads"), ("q",), ("out",)),
+        Dim("model.d_ff", model.d_ff, 1, tensor, _over("model.d_ff", model.d_ff, tensor), ups, ("down",), tensor),
+    ]
     if all(axis in sizes for axis in ("data", "sequence")):
-        tokens, ways = train.global_batch_size * train.sequence_length, sizes["data"] * sizes["sequence"]
-        parts = ways * train.num_microbatches
-        by = f"data {sizes['data']} x sequence {sizes['sequence']} x train.num_microbatches {train.num_microbatches}"
-        if recipe.precision.recipe == "mxfp8" and tensor > 1 and train.overlap is not False:
-            rows, ways = train.global_batch_size, sizes["data"] * train.num_microbatches
-            if rows % ways == 0 and rows // ways % 2 == 0:
-                parts, by = 2 * parts, f"{by} x 2 halves under train.overlap"
-        equation = f"tokens of a device at once, {train.global_batch_size} x {train.sequence_length} / ({by})"
-        found[equation] = tokens // parts if tokens % parts == 0 else 0
-    return found
+        found.append(_tokens(recipe, sizes, tensor))
+    return [dim for dim in found if dim.size > 0 and dim.value * dim.times % dim.ways == 0]
+
+
+def _over(key: str, value: int, tensor: int) -> str:
+    return f"{key} {value} / mesh.tensor {tensor} = {value // tensor}" if tensor > 1 else f"{key} = {value}"
+
+
+def _tokens(recipe: Recipe, sizes: Mapping[str, int], tensor: int) -> Dim:
+    """Of a device at once: weights' gradients sum over them."""
+    train, data, sequence = recipe.train, sizes["data"], sizes["sequence"]
+    rows, length, parts = train.global_batch_size, train.sequence_length, data * sequence * train.num_microbatches
+    by = f"data {data} x sequence {sequence} x train.num_microbatches {train.num_microbatches}"
+    if recipe.precision.recipe == "mxfp8" and tensor > 1 and train.overlap is not False:
+        ways = data * train.num_microbatches
+        if rows % ways == 0 and rows // ways % 2 == 0:
+            parts, by = 2 * parts, f"{by} x 2 halves under train.overlap"
+    equation = f"tokens of a device at once, {rows} x {length} / ({by}) = {rows * length // parts},"
+    key, unit = "train.sequence_length", row_unit(sequence, tensor)
+    return Dim(key, length, rows, parts, equation, inputs=_names(recipe), whole=unit)
 
 
 def _names(recipe: Recipe) -> tuple[str, ...]:
     gate = ("gate",) if recipe.model.activation == "swiglu" else ()
     return ("q", "k", "v", "out", *gate, "up", "down")
+
+
+def _in_fp8(recipe: Recipe, products: tuple[str, ...]) -> bool:
+    """Whether any of them is."""
+    return bool(set(products) - set(recipe.precision.fp8.bf16_products))
 
 
 def warnings(recipe: Recipe, sizes: Mapping[str, int]) -> list[str]:
@@ -143,10 +192,12 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
 
 
 def _too_small(recipe: Recipe, sizes: Mapping[str, int]) -> Iterator[str]:
-    small = {words: n for words, n in dims(recipe, sizes).items() if words.startswith("model.") and 0 < n < WORTH}
+    small = [
+        dim.equation.rstrip(",") for dim in dims(recipe, sizes) if dim.size < WORTH and _in_fp8(recipe, dim.outputs)
+    ]
     if recipe.precision.is_fp8 and small:
-        words = "; ".join(f"{words} = {n}" for words, n in small.items())
         yield (
-            f"precision.recipe = {recipe.precision.recipe} with small products ({words}): below about {WORTH} outputs, "
-            "quantising an input takes longer than its product in FP8 saves; bf16 is likely to be faster"
+            f"precision.recipe = {recipe.precision.recipe} with small products ({'; '.join(small)}): below about "
+            f"{WORTH} outputs, quantising an input takes longer than its product in FP8 saves; bf16 is likely to be "
+            "faster, or bf16 for those products (precision.fp8.bf16_products)"
         )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
+import jax
 import pytest
 from rehearsed import CLUSTER, PIPELINE, TINY
+from rich.console import Console
 from test_compiled_zero import collectives_of, entries
 
-from sharded_train import recipe
+from sharded_train import recipe, train_precision
 from sharded_train.errors import ConfigError
 from sharded_train.rehearse import clusters, computed, fp8, hlo
 from sharded_train.rehearse.compile import check_plugin, compile_for
@@ -92,12 +95,17 @@ def test_every_product_is_fp8_and_weights_are_gathered_in_it(
     settings: dict[str, Any], changes: list[str], products: int
 ) -> None:
     asked = recipe.from_dict(settings, [f"--config.{change}" for change in changes])
-    compiled = compile_for(asked, CLUSTER)
+    with jax.default_matmul_precision("default"):  # as in a run; tests have "highest"
+        compiled = compile_for(asked, CLUSTER)
     found = fp8.of_text(compiled.text)
     assert found is not None
     assert found["missing"] == []
     assert found["asked"] == found["in_fp8"] == products
-    assert compiled.text.count('custom_call_target="__cublas$lt$matmul$f8"') == found["asked"]
+    calls = [line for line in compiled.text.splitlines() if 'custom_call_target="__cublas$lt$matmul$f8"' in line]
+    assert len(calls) == products
+    exact = sum('"operand_precision":["HIGHEST","HIGHEST"]' in line for line in calls)  # not summed fast
+    in_bf16 = 2 * len(asked.precision.fp8.bf16_products)
+    assert exact == max(1, products // (FORWARD + BACKWARD)) * BACKWARD - in_bf16
     assert fp8.words(found) == f"FP8: all {found['asked']} of the products that are asked for run in FP8"
     if asked.mesh.pipeline > 1:  # how often it gathers there is not read from the program
         assert any("f8e4m3fn" in line and " all-gather" in line for line in compiled.text.splitlines())
@@ -121,6 +129,30 @@ def test_every_product_is_fp8_and_weights_are_gathered_in_it(
             assert gathered["bf16"] <= M * (2 * 256 * 256 + 256 + 2 * LAYERS * 2 * 256)  # tables, and gains twice
     else:
         assert gathered.get("f8e4m3fn", 0) == (LAYERS * LAYER if asked.zero.stage else 0)
+
+
+def test_products_that_fall_back_are_named_loudly() -> None:
+    """CASES 20: an A100 has no FP8, and XLA multiplies in bf16 without a word; of a rehearsal it is a warning, and the
+    same is said by `train`.
+    """
+    model = {**TINY["model"], "num_layers": 1}
+    settings = {**TINY, **DELAYED, "model": model, "mesh": {"data": 1, "tensor": 1}, "zero": {"stage": 0}}
+    compiled = compile_for(recipe.from_dict(settings), clusters.parse("a100:1x1"))
+    facts = facts_of(compiled)
+    assert (facts["fp8"]["asked"], facts["fp8"]["in_fp8"]) == (FORWARD + BACKWARD, 0)
+    assert sum(row["products"] for row in facts["fp8"]["missing"]) == FORWARD + BACKWARD
+    (told,) = [words for words in facts["warnings"] if "SHORTFALL" in words]
+    assert told.startswith(
+        f"FP8 SHORTFALL: only 0 of the {FORWARD + BACKWARD} products that are asked for run in FP8: "
+    )
+    assert "1 of mlp, forward (bf16[1024,512] · bf16[512,256]) as products in bf16" in told
+
+    class OnGpu:
+        as_text = lambda self: compiled.text
+
+    console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", highlight=False)
+    train_precision.tell(compiled.recipe, "gpu", OnGpu(), console)  # type: ignore[arg-type]
+    assert console.file.getvalue() == f"\x1b[1;31m{told}\x1b[0m\n"  # type: ignore[attr-defined]
 
 
 @slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import re
@@ -99,11 +100,11 @@ def test_nothing_seen_is_scaled_by_one() -> None:
 # Blocks
 
 
-def mx_of_numpy(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def mx_of_numpy(x: np.ndarray, margin: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """OCP's MX specification 1.0, section 6.3, along the last dim: elements, and the scale of each 32 of them."""
     blocks = x.astype(np.float64).reshape(*x.shape[:-1], -1, 32)
     amax = np.abs(blocks).max(-1)
-    exponent = np.floor(np.log2(np.where(amax > 0, amax, 2.0**-200))) - 8
+    exponent = np.floor(np.log2(np.where(amax > 0, amax, 2.0**-200))) - 8 + margin
     scale = 2.0 ** np.clip(exponent, -127, 127)
     q = np.clip(blocks / scale[..., None], -448, 448).astype(np.float32).astype(NP[E4M3])
     return q.reshape(x.shape), scale.astype(ml_dtypes.float8_e8m0fnu)
@@ -132,25 +133,27 @@ def test_blocks_are_those_of_the_specification_to_the_bit(dim: int) -> None:
     assert np.isnan(np.asarray(blocks.dequantised(bad), np.float32)).any()
 
 
-def test_factors_in_blocks_lie_along_what_is_contracted() -> None:
-    """Each product is that of numpy's dequantised factors."""
+@pytest.mark.parametrize("margin", [0, 1])
+def test_factors_in_blocks_lie_along_what_is_contracted(margin: int) -> None:
+    """Each product is that of numpy's dequantised factors; all of them leave the margin."""
+    how = dataclasses.replace(MX, margin=margin)
     rng = np.random.default_rng(4)
     draw = lambda *shape: jnp.asarray(rng.normal(0, 1, shape) * np.exp2(rng.integers(-9, 9, shape)), BF16)
     x, w, d_y = draw(32, 64), draw(64, 96), draw(32, 96)
 
     @jax.jit
     def ours() -> Any:
-        y, back = jax.vjp(linear, x, ready(w, MX))
+        y, back = jax.vjp(linear, x, ready(w, how))
         return y, *back(d_y)
 
     y, d_x, d_w = ours()
 
     def rounded(a: jax.Array, dim: int) -> np.ndarray:
-        q, scale = mx_of_numpy(np.asarray(a if dim else a.T, np.float32))
+        q, scale = mx_of_numpy(np.asarray(a if dim else a.T, np.float32), margin)
         whole = q.astype(np.float64) * scale.astype(np.float64).repeat(32, 1)
         return whole if dim else whole.T
 
-    (kept,) = jax.vjp(lambda w: linear(x, w), Deferred.of(ready(w, MX), 32, 64, x=True, axes=()))[1](d_y)
+    (kept,) = jax.vjp(lambda w: linear(x, w), Deferred.of(ready(w, how), 32, 64, x=True, axes=()))[1](d_y)
     later = deferred_gradient(kept.x, kept, (64, 96))
     assert np.asarray(later) == pytest.approx(np.asarray(d_w.grad, np.float32), rel=2**-8)
     pairs = {
@@ -239,6 +242,18 @@ def test_loss_scale_halves_grows_and_has_patience() -> None:
         state = loss_scale.moved_on(state, jnp.bool(finite), config)
         scales.append(float(state["loss_scale"]) / 2**16)
     assert scales == [1, 0.5, 0.5, 0.5, 1, 1, 1, 0.5]
+
+
+def test_loss_scale_ends_at_1_and_at_2_to_the_24() -> None:
+    """CASES 21: it neither grows until every step overflows, nor shrinks until gradients are lost."""
+    config = LossScaleConfig(growth_interval=1, hysteresis=1)
+    ends = []
+    for finite in (True, False):
+        state = loss_scale.fresh(config)
+        for _ in range(30):
+            state = loss_scale.moved_on(state, jnp.bool(finite), config)
+        ends.append(float(state["loss_scale"]))
+    assert ends == [2.0**24, 1]
 
 
 # One product

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,11 @@ from sharded_train.models.runs import spans_of
 from sharded_train.optimizer import AdamW, Constant
 from sharded_train.params import named_leaves
 from sharded_train.precision import Bf16Layers, Fp8Config, PrecisionConfig, Recipe
+from sharded_train.precision.formats import E4M3, E5M2, Fp8
 from sharded_train.recipe_precision import on_device, warnings
 from sharded_train.rehearse import clusters
 from sharded_train.rehearse.compile import check_layout
-from sharded_train.scaling import moved_on, told
+from sharded_train.scaling import fp8_of, moved_on, told
 from sharded_train.scaling_resumed import check_seen
 from sharded_train.step import Program, TrainState
 
@@ -74,6 +77,7 @@ def difference(got: Pass, want: Pass) -> float:
 
 
 slow = pytest.mark.slow
+KEY = jax.random.key(0)
 FP8, DELAYED, MX = "fp8_current", "fp8_delayed", "mxfp8"
 CASES = [
     (DELAYED, "deep", Layout(data=2, tensor=2, zero=3, num_microbatches=2, overlap=True, remat="selective")),
@@ -124,6 +128,7 @@ MESHES = [
             Layout(pipeline=2, data=4, zero=2, num_microbatches=2, schedule="interleaved", chunks=2),
             Layout(pipeline=2, data=2, zero=3, num_microbatches=2, schedule="zero_bubble", chunks=1),
             Layout(pipeline=2, data=2, tensor=2, zero=1, num_microbatches=2, schedule="zero_bubble", chunks=1),
+            Layout(data=2, zero=1, num_microbatches=4, overlap=True),
             Layout(data=8, zero=3),  # a last layer by itself, as under overlap, XLA compiles otherwise
             Layout(data=2, tensor=2, zero=0, num_microbatches=2),
             Layout(data=2, tensor=2, sequence=2, zero=2, strategy="all_gather", overlap=True),
@@ -147,7 +152,7 @@ def test_amax_on_any_mesh_is_that_of_one_device(layout: Layout) -> None:
     got, want = amaxes(layout), amaxes(Layout())
     assert got.keys() == want.keys()
     assert all((amax > 0).all() for amax in want.values())
-    if layout.tensor == layout.sequence == 1:
+    if layout.tensor == layout.sequence == 1 and not layout.overlap:
         assert {name for name in got if got[name].tobytes() != want[name].tobytes()} == set()
     weights = [name for name in got if name.endswith("/w")]
     assert {name for name in weights if got[name].tobytes() != want[name].tobytes()} == set()
@@ -227,6 +232,33 @@ def test_runs_have_every_layer_once() -> None:
 # The state
 
 
+def test_what_products_are_quantised_to() -> None:
+    """Formats and margin as they are asked for."""
+    of = lambda recipe, **fp8: fp8_of(PrecisionConfig(recipe, Fp8Config(**fp8)))
+    assert of(DELAYED) == Fp8("delayed", E4M3, E5M2, 0)
+    assert of(FP8, margin=2) == Fp8("current", E4M3, E5M2, 2)
+    assert of(DELAYED, format="e4m3", margin=1) == Fp8("delayed", E4M3, E4M3, 1)
+    assert of(MX, margin=1) == Fp8("blocks", E4M3, E4M3, 1)
+    assert [of(recipe) for recipe in ("fp32", "bf16", "fp16")] == [None] * 3
+
+
+def test_products_that_stay_in_bf16_are_not_quantised() -> None:
+    """Nor is anything in evaluation."""
+    p = program("fp8_delayed")
+    some = Fp8Config(bf16_products=("q", "down"))
+    p = dataclasses.replace(p, precision=dataclasses.replace(p.precision, fp8=some))
+    assert p.fp8 is not None
+    assert {f"{branch}/{name}" for branch, name, _ in p.fp8.tensors()} == {
+        *("attention/k", "attention/v", "attention/out", "mlp/up", "mlp/gate")
+    }
+    text = jax.jit(p.passes).lower(p.abstract_state.params, p.abstract_state.scaling, p.abstract_batch, KEY).as_text()
+    assert "f8E4M3FN" in text
+    assert "f8E5M2" in text
+    token_bytes = jax.ShapeDtypeStruct((LLAMA.vocab_size,), jnp.int32)
+    evaluated = jax.jit(p.eval_step).lower(p.abstract_state.params, p.abstract_batch, token_bytes).as_text()
+    assert "f8E" not in evaluated
+
+
 def test_layers_in_bf16_keep_no_scales() -> None:
     """CASES 19: what is seen moves the others' alone; taken up where they are in FP8 there are none to go on with."""
     p = with_ends(program("fp8_delayed", Layout(pipeline=2, num_microbatches=2, layers=(2, 1))), 1, 0)
@@ -259,10 +291,14 @@ def copy_of(state: TrainState) -> dict[str, np.ndarray]:
 
 
 def test_delayed_scaling_begins_measured_and_learns_once_a_step() -> None:
-    """CASES 18: with scales of 1 most gradients would be lost; the calibration updates nothing else."""
+    """CASES 18: with scales of 1 most gradients would be lost; the calibration updates nothing else, and what there was
+    of scales and histories is forgotten.
+    """
     p = program("fp8_delayed", Layout(data=2, pipeline=2, num_microbatches=2, layers=(2, 1)))
     assert p.pipe is not None
     state, batch = p.init(0), placed(p, hard_batch(LLAMA))
+    old = jax.tree.map(lambda x: jax.device_put(jnp.full(x.shape, 3.0), x.sharding), state.scaling)
+    state = state.replace(scaling=old)
     before = copy_of(state)
     state = calibrated(p, state, batch)
     after = copy_of(state)
@@ -336,20 +372,66 @@ def problems(*changes: str) -> str:
     ("changes", "words"),
     [
         (["model.d_ff=144"], "model.d_ff 144 / mesh.tensor 2 = 72 is no multiple of 16"),
-        (["model.d_model=72", "model.head_dim=16"], "model.d_model 72 = 72 is no multiple of 16"),
+        (["model.d_model=72", "model.head_dim=16"], "model.d_model = 72 is no multiple of 16"),
         (["model.head_dim=24"], "model.num_kv_heads 2 x head_dim 24 / mesh.tensor 2 = 24 is no multiple of 16"),
-        (["train.sequence_length=2"], "8 x 2 / (data 2 x sequence 1 x train.num_microbatches 1) = 8 is no multiple"),
+        (["model.num_kv_heads=1", "model.head_dim=24"], "head_dim = 24, of a device's one kv head, is no multiple"),
+        (["train.sequence_length=2"], "8 x 2 / (data 2 x sequence 1 x train.num_microbatches 1) = 8, is no multiple"),
         (["precision.fp8.amax_history_length=0"], "precision.fp8.amax_history_length = 0: must be at least 1"),
         (["precision.fp8.bf16_products=q,k,v,out,gate,up,down"], "nothing is left"),
         (["precision.fp8.bf16_layers.first=2", "precision.fp8.bf16_layers.last=2"], "2 + last 2 = 4 of model.num_la"),
         (["precision.fp8.bf16_layers.last=-1"], "neither may be below 0"),
         (["precision.recipe=fp16", "precision.fp16.backoff_factor=1"], "must be above 0 and below 1"),
         (["precision.recipe=mxfp8", "model.num_kv_heads=2"], "num_kv_heads 2 x head_dim 16 / mesh.tensor 2 = 16 is no"),
-        (["precision.recipe=mxfp8", "train.sequence_length=8"], "x 2 halves under train.overlap) = 16 is no multiple"),
+        (["precision.recipe=mxfp8", "train.sequence_length=8"], "x 2 halves under train.overlap) = 16, is no multiple"),
+        (["precision.fp8.margin=17"], "precision.fp8.margin = 17: must be from 0 to 16"),
+        (["precision.fp8.margin=-1"], "precision.fp8.margin = -1: must be from 0 to 16"),
+        (["precision.recipe=fp16", "precision.fp16.initial=0"], "precision.fp16.initial = 0.0: must be from 1 to 2^24"),
+        (["precision.recipe=fp16", "precision.fp16.initial=1e8"], "must be from 1 to 2^24"),
+        (["precision.recipe=fp16", "precision.fp16.growth_interval=0"], "growth_interval = 0: must be at least 1"),
+        (["precision.recipe=fp16", "precision.fp16.growth_factor=1"], "growth_factor = 1.0: must be above 1"),
+        (["precision.recipe=fp16", "precision.fp16.hysteresis=0"], "hysteresis = 0: must be at least 1"),
     ],
 )  # fmt: skip
 def test_what_is_refused(changes: list[str], words: str) -> None:
     assert words in problems(*changes)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "mxfp8"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("model.d_model=80",),
+        ("model.d_ff=144",),
+        ("model.d_ff=8",),
+        ("model.head_dim=20",),
+        ("model.head_dim=24", "model.num_kv_heads=1"),
+        ("train.sequence_length=2",),
+        ("train.sequence_length=36", "train.global_batch_size=2"),
+    ],
+)
+def test_the_sizes_that_are_offered_work(recipe: str, changes: tuple[str, ...]) -> None:
+    """Each setting is named once, with values of its own."""
+    asked = (*changes, f"precision.recipe={recipe}", *["model.num_kv_heads=4"] * ("num_kv" not in changes[-1]))
+    offers = re.findall(r"nearest that work: (\S+) = ([\d or]+)", problems(*asked))
+    assert len({key for key, _ in offers}) == len(offers) > 0
+    for values in itertools.product(*([f"{key}={n}" for n in numbers.split(" or ")] for key, numbers in offers)):
+        recipes.check(recipes.from_dict(FITS, [f"--config.{c}" for c in (*asked, *values)]), 4)
+
+
+def test_only_products_in_fp8_are_asked_for_sizes() -> None:
+    """What is left in bf16 may have any; and is not told to be too small."""
+    odd, mlp = ("model.d_ff=100", "mesh.tensor=1", "mesh.data=4"), "precision.fp8.bf16_products=up,gate,down"
+    assert "model.d_ff = 100 is no multiple of 16" in problems(*odd)
+    asked = recipes.from_dict(FITS, [f"--config.{c}" for c in (*odd, mlp)])
+    recipes.check(asked, 4)
+    (told,) = warnings(asked, {"tensor": 1})
+    assert "model.d_model = 64" in told
+    assert "model.d_ff" not in told
+
+
+def test_what_is_out_of_range_is_told_once() -> None:
+    assert "model.num_layers = 0: must be at least 1" in problems("model.num_layers=0")
+    assert "no layer is left" not in problems("model.num_layers=0")
 
 
 @pytest.mark.parametrize("kind", DEVICES)

@@ -44,14 +44,18 @@ def test_a_run_in_fp8_goes_on_with_its_scales(text: Path, tmp_path: Path, capsys
     """CASES 19: bit for bit with the state; without it an error that says what to do, or measured anew."""
     whole, halves, from_bf16 = (tmp_path / name for name in ("whole", "halves", "from_bf16"))
     assert train(recipe_of(text), whole) == Exit.DONE
+    assert "calibration" in capsys.readouterr().out
     train(recipe_of(text, "train.stop_at=2"), halves)
+    capsys.readouterr()
     assert train(recipe_of(text), halves) == Exit.DONE
+    assert "calibration" not in capsys.readouterr().out
     assert losses(halves) == losses(whole)
     assert precision_log.read(halves) == precision_log.read(whole)
     told = precision_log.read(whole)
     assert [line["step"] for line in told] == [1, 2, 3, 4]
     assert set(told[0]["tensors"]["mlp/up/x"]) == {"amax", "saturated", "lost", "scale"}
     assert len(told[0]["tensors"]["mlp/up/x"]["amax"]) == 2
+    assert max(share for name, of in told[0]["tensors"].items() if name.endswith("/g") for share in of["lost"]) < 0.2
     train(recipe_of(text, "train.stop_at=2", "precision.recipe=bf16"), from_bf16)
     with pytest.raises(ConfigError, match="recalibrate=true"):
         train(recipe_of(text), from_bf16, accept_config_change=True)
