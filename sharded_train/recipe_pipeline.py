@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from sharded_train import params, recipe_checks
+from sharded_train import params, recipe_attention, recipe_checks
 from sharded_train.errors import ConfigError
 from sharded_train.mesh import AXES
 from sharded_train.models.decoder import DecoderConfig, param_specs
@@ -86,9 +86,10 @@ def one_chunk_of(recipe: Recipe, pipe: Pipeline) -> Pipeline:
 def _head_load(recipe: Recipe) -> float:
     """What head and loss cost, in layers, as the program's split counts them: so what is offered is what it takes.
 
-    0 without layers of one's own, where nothing is offered, and where numbers are out of range.
+    0 without layers of one's own, where nothing is offered, and where the model itself is told of elsewhere.
     """
-    if recipe.pipeline.layers is None or recipe_checks.out_of_range(recipe):
+    told = (recipe_checks.out_of_range, recipe_checks.contradictions, recipe_attention.problems)
+    if recipe.pipeline.layers is None or any(problems(recipe) for problems in told):
         return 0.0
     model, train = (
         dataclasses.replace(recipe.model, num_layers=1),

@@ -70,6 +70,12 @@ def test_the_layers_that_are_offered_work() -> None:
         assert problems(changed(f"pipeline.layers={offered.replace(' ', '')}")) == []
 
 
+@pytest.mark.parametrize("change", ["model.positions=learned", "model.attention_windows=()"])
+def test_layers_of_a_model_that_is_refused_are_no_fault_of_theirs(change: str) -> None:
+    (problem,) = problems(changed("pipeline.layers=3,3,3,3", change))
+    assert problem.startswith(change.partition("=")[0])
+
+
 @pytest.mark.parametrize(("num_layers", "stages"), [(4, 2), (4, 4), (6, 4), (30, 8)])
 def test_the_layers_that_are_offered_are_those_that_would_be_chosen(num_layers: int, stages: int) -> None:
     shape = [f"model.num_layers={num_layers}", f"mesh.pipeline={stages}"]
