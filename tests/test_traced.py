@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from sharded_train import equivalence
-from sharded_train.equivalence import SMALL, Layout
+from sharded_train.equivalence import MODELS, SMALL, Layout
 from sharded_train.models import stack
 from sharded_train.models.block import Remat
 from sharded_train.models.decoder import DecoderConfig
@@ -109,3 +110,13 @@ def test_weights_travel_in_bf16_and_gradients_in_the_dtype_asked_for(stage: int)
             assert list(found.values()) == [{reduce_dtype}]
         else:
             assert found == {"all_gather": {"bfloat16"}, "reduce_scatter": {reduce_dtype}}
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_nothing_is_summed_over_tokens_in_bf16(model: str) -> None:
+    """CASES 2, of gains, biases and tables of positions: a GPU adds up in the dtype that it is given."""
+    program = equivalence.program(MODELS[model], Layout(data=2, num_microbatches=2), recipe="bf16")
+    sums = [e for e in traced(program) if e.primitive.name in ("reduce_sum", "cumsum", "scatter-add")]
+    narrow = [f"{e.source_info.name_stack}: {e.invars[0].aval}" for e in sums if e.invars[0].aval.dtype == jnp.bfloat16]
+    assert len(sums) > 10
+    assert narrow == []

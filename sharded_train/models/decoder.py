@@ -18,9 +18,9 @@ from sharded_train.collectives import TensorParallel, axis_index, axis_size
 from sharded_train.models.block import Branch
 from sharded_train.ops import rope
 from sharded_train.ops.dropout import dropout
-from sharded_train.ops.embedding import lookup, own_rows
+from sharded_train.ops.embedding import lookup, own_rows, take
 from sharded_train.ops.fp8 import Observed
-from sharded_train.ops.linear import Deferred, Input, entered, linear, linears
+from sharded_train.ops.linear import Deferred, Input, entered, linear, linears, plus
 from sharded_train.ops.norm import layer_norm, rms_norm
 from sharded_train.ops.saved import SAVED
 from sharded_train.params import ParamSpec, Tree, normal, ones, zeros
@@ -173,7 +173,7 @@ def embed(
     """Tokens and positions `[batch, seq]` -> activations `[batch, seq between blocks, embed]`."""
     x = tp.leave(lookup(own_rows(weights["embedding"], config.vocab_size), tokens))
     if config.positions == "learned":
-        x = x + weights["positions"][tp.own_tokens(positions)]
+        x = x + take(weights["positions"], tp.own_tokens(positions))
     return _dropped(config, x, ctx, 0)
 
 
@@ -256,8 +256,7 @@ def mlp_down(config: DecoderConfig, ups: tuple[jax.Array, ...], w: Tree) -> jax.
 
 def leave_with(tp: TensorParallel, y: jax.Array, bias: jax.Array | None) -> jax.Array:
     """The end of a branch: partial sums to their sum, and the bias that is added once."""
-    y = tp.leave(y)
-    return y if bias is None else y + bias
+    return plus(tp.leave(y), bias)
 
 
 def norm(config: DecoderConfig, x: jax.Array, w: Tree) -> jax.Array:

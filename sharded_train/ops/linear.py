@@ -66,7 +66,12 @@ def linears(
     as_fp8 = {i: both for i, w in enumerate(weights) if (both := _in_fp8(x, w)) is not None}
     made = dict(zip(as_fp8, fp8.products(x, list(as_fp8.values())), strict=True)) if as_fp8 else {}
     ys = [made[i] if i in made else _plain(x, w) for i, w in enumerate(weights)]  # type: ignore[arg-type]
-    return [y if bias is None else y + bias.reshape(-1) for y, bias in zip(ys, biases, strict=True)]
+    return [plus(y, bias) for y, bias in zip(ys, biases, strict=True)]
+
+
+def plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """`y [..., out]` and its bias, if it has one: added in fp32, so that its gradient is a sum over tokens in fp32."""
+    return y if bias is None else (y.astype(jnp.float32) + bias.reshape(-1).astype(jnp.float32)).astype(y.dtype)
 
 
 def entered(x: jax.Array, weights: Sequence[Weight], tp: TensorParallel) -> Input:
