@@ -59,10 +59,8 @@ def loss_and_grads(local: Local, shards: Tree, scaling: Tree, batch: Batch, key:
     `scaling` is the precision recipe's part of the state.
     """
     num_tokens = local.num_targets(batch)
-    m = local.train.num_microbatches
-    microbatches = Microbatch(batch, local.token_numbers(batch))
-    microbatches = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:]), microbatches)
-    passes = _Passes(local, shards, scaling, key, num_tokens, batch.tokens.shape[0] // m)
+    microbatches = local.microbatches(batch)
+    passes = _Passes(local, shards, scaling, key, num_tokens, microbatches.numbers.shape[1])
     if local.plan.zero.stage == 3:
         nll, grads = passes.gathering_always(microbatches)
     elif local.streams:

@@ -225,16 +225,27 @@ class Local:
             )
         return (first + jnp.arange(rows)[:, None]) * here * ways + places
 
+    def microbatches(self, batch: Batch) -> Microbatch:
+        """The batch in parts, `[microbatch, rows, seq]`."""
+        parts, whole = self.train.num_microbatches, Microbatch(batch, self.token_numbers(batch))
+        return jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), whole)  # type: ignore[no-any-return]
+
     # ---- the loss alone -------------------------------------------------------------------------------------------
 
     def loss(self, shards: Tree, batch: Batch) -> Loss:
-        """Of a batch without dropout, in one pass."""
-        microbatch = Microbatch(batch, self.token_numbers(batch))
-        outer, ctx = self.outer(shards), self.context(microbatch, None)
-        with jax.named_scope("layers"):
-            block = self.block(batch.tokens.shape[0])
-            y = stack.run(block, self.layers(shards), self.embed(outer, batch, ctx), ctx)
-        _, nll = self.head(outer, y, batch)
+        """Of a batch without dropout, in the microbatches of training: what fits there fits here."""
+        microbatches, outer = self.microbatches(batch), self.outer(shards)
+        num, rows, _ = microbatches.numbers.shape
+        layers = self.layers(shards) if num == 1 or self.plan.zero.stage == 3 else self.whole_layers(shards)
+
+        def add(nll: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, None]:
+            ctx = self.context(microbatch, None)
+            x = self.embed(outer, microbatch.rows, ctx)
+            with jax.named_scope("layers"):
+                y = stack.run(self.block(rows), layers, x, ctx)
+            return nll + self.head(outer, y, microbatch.rows)[1], None
+
+        nll, _ = lax.scan(add, compat.vary(jnp.float32(0), compat.varying_axes(batch.tokens)), microbatches)
         return Loss(self.over_tokens(nll), self.num_targets(batch))
 
 

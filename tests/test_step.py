@@ -169,6 +169,20 @@ def test_evaluation_sums_the_plain_loss_and_drops_nothing() -> None:
     assert int(num_bytes) == 70
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_evaluation_works_on_microbatches_as_training_does(zero: Any) -> None:
+    """What a run can train on it can evaluate on: no more rows at once than in a microbatch, and the same loss."""
+    batch, lengths = hard_batch(SMALL), jnp.ones(SMALL.vocab_size, jnp.int32)
+    losses = []
+    for num in (1, 4):
+        p = program(SMALL, Layout(data=2, zero=zero, num_microbatches=num))
+        traced = jax.make_jaxpr(p.eval_step)(p.abstract_state.params, p.abstract_batch, lengths)
+        assert (f"f32[{ROWS // 2},{SEQ},{SMALL.d_model}]" in str(traced)) == (num == 1)
+        loss, _ = p.eval_step(equivalence.weights(p), on_device(p, batch), lengths)
+        losses.append(float(loss.nll / loss.num_tokens))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
 # Causality of the whole model
 
 

@@ -148,11 +148,8 @@ class _Stage:
         key: jax.Array | None,
         divisor: jax.Array,
     ) -> _Stage:
-        m = local.train.num_microbatches
-        microbatches = Microbatch(batch, local.token_numbers(batch))
-        microbatches = jax.tree.map(lambda a: a.reshape(m, -1, *a.shape[1:]), microbatches)
         layers = tuple(dataclasses.replace(run, ahead=False, last_alone=False) for run in layers)
-        outer = local.outer(shards)
+        outer, microbatches = local.outer(shards), local.microbatches(batch)
         return cls(local, pipe, shards, outer, layers, microbatches, key, divisor, axis_index(AXIS))
 
     @property
