@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from sharded_train.links import Link
 from sharded_train.local import AttentionConfig
-from sharded_train.models.decoder import Attend, DecoderConfig
+from sharded_train.models import Model
+from sharded_train.models.block import Attend
 from sharded_train.ops import attention as ops
 from sharded_train.ops.context import context_attention
 from sharded_train.ops.context_cost import Shape, Strategy, cheapest
@@ -21,7 +22,7 @@ from sharded_train.ops.context_cost import Shape, Strategy, cheapest
 class Attending:
     """The choices, from settings and from where the devices stand."""
 
-    model: DecoderConfig
+    model: Model
     config: AttentionConfig
     sequence_length: int
     dtype: jnp.dtype

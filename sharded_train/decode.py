@@ -1,4 +1,6 @@
-"""The decoder with a cache of keys and values: a whole prompt, or one token, further at a time.
+"""A model with a cache of keys and values: a whole prompt, or one token, further at a time.
+
+Layers are those of training; only what attention attends to is the cache.
 
 Activations are whole on every device of `tensor` between the blocks (a single token cannot be split along the
 sequence); heads, MLP and vocabulary are split as in training.
@@ -15,8 +17,8 @@ from jax import lax
 
 from sharded_train import compat
 from sharded_train.collectives import TensorParallel, all_gather, axis_size
-from sharded_train.models import decoder
-from sharded_train.models.decoder import DecoderConfig
+from sharded_train.models import Model
+from sharded_train.models.block import block_of
 from sharded_train.ops.linear import similarity
 from sharded_train.ops.tiles import attend
 from sharded_train.params import Tree
@@ -31,15 +33,15 @@ class Cache(flax.struct.PyTreeNode):
     v: jax.Array
 
 
-def empty_cache(config: DecoderConfig, batch: int, places: int, dtype: jnp.dtype) -> Cache:
+def empty_cache(model: Model, batch: int, places: int, dtype: jnp.dtype) -> Cache:
     """A cache for rows of at most `places` tokens."""
-    kv_heads = max(1, config.kv_heads // axis_size("tensor"))
-    nothing = jnp.zeros((config.num_layers, batch, places, kv_heads, config.dim_per_head), dtype)
+    kv_heads = max(1, model.kv_heads // axis_size("tensor"))
+    nothing = jnp.zeros((model.num_layers, batch, places, kv_heads, model.dim_per_head), dtype)
     return Cache(nothing, nothing)
 
 
 def advance(
-    config: DecoderConfig,
+    model: Model,
     outer: Tree,
     layers: Tree,
     fetch: Callable[[Tree], Tree],
@@ -58,24 +60,24 @@ def advance(
     """
     positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1]), tokens.shape)
     behind = positions[..., None] - jnp.arange(cache.k.shape[2])
-    windows = jnp.array([window or cache.k.shape[2] for window in config.layer_windows])
-    ctx = decoder.Context(decoder.rotary(config, positions), jnp.ones_like(tokens), positions, None)
+    windows = jnp.array([window or cache.k.shape[2] for window in model.layer_windows])
+    ctx = model.context(positions, jnp.ones_like(tokens), positions, None, WHOLE)
     axes = compat.varying_axes(cache.k)
-    x = compat.vary(decoder.embed(config, outer, tokens, positions, ctx, WHOLE), axes)
+    x = compat.vary(model.embed(outer, tokens, positions, ctx, WHOLE), axes)
 
     def layer(x: jax.Array, inputs: tuple[Tree, Cache, jax.Array]) -> tuple[jax.Array, Cache]:
         shards, old, window = inputs
-        weights = fetch(shards)
-        w = weights["attention"]
-        q, k, v = decoder.projections(config, decoder.norm(config, x, w["norm"]), w, ctx.rope)
         put = lambda places, new: lax.dynamic_update_slice_in_dim(places, new.astype(places.dtype), start, 1)
-        now = Cache(put(old.k, k), put(old.v, v))
-        y = decoder.attention_out(config, attend(q, now.k, now.v, (behind >= 0) & (behind < window)), w)
-        x, w = x + decoder.leave_with(WHOLE, y, w.get("out_bias")), weights["mlp"]
-        y = decoder.mlp_down(config, decoder.mlp_up(config, decoder.norm(config, x, w["norm"]), w), w)
-        return x + decoder.leave_with(WHOLE, y, w.get("down_bias")), now
+        now: list[Cache] = []
+
+        def attend_to_cache(q: jax.Array, k: jax.Array, v: jax.Array, *_: jax.Array) -> jax.Array:
+            now.append(Cache(put(old.k, k), put(old.v, v)))
+            return attend(q, now[0].k, now[0].v, (behind >= 0) & (behind < window))
+
+        block = block_of(model.branches(attend_to_cache, WHOLE))
+        return block(x, fetch(shards), ctx, jnp.int32(0), None), now[0]
 
     x, cache = lax.scan(layer, x, (layers, cache, windows))
-    last = decoder.final(config, x[:, -1:], outer, WHOLE)[:, 0]
-    logits = similarity(last, decoder.head(config, outer))
-    return all_gather(logits, "tensor", 1)[:, : config.vocab_size], cache
+    last = model.final(x[:, -1:], outer, WHOLE)[:, 0]
+    logits = similarity(last, model.head(outer))
+    return all_gather(logits, "tensor", 1)[:, : model.vocab_size], cache

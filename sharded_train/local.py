@@ -18,8 +18,8 @@ from jax import lax
 
 from sharded_train import compat
 from sharded_train.collectives import TensorParallel, axis_index, index_of
-from sharded_train.models import decoder, stack
-from sharded_train.models.block import Block, Remat, block_of, in_halves, rematerialized
+from sharded_train.models import Model, stack
+from sharded_train.models.block import Attend, Block, Remat, block_of, in_halves, rematerialized
 from sharded_train.models.fp8_layers import STAGES, Fp8Layers
 from sharded_train.models.runs import Runs, Spans
 from sharded_train.models.stack import Source
@@ -90,10 +90,10 @@ class Microbatch(NamedTuple):
 class Local:
     """The model on one device of the mesh; every method is called inside the manual `jax.shard_map`."""
 
-    model: decoder.DecoderConfig
+    model: Model
     plan: Plan
     compute_dtype: jnp.dtype
-    attend: decoder.Attend
+    attend: Attend
     train: TrainConfig
     overlap: bool
     fp8: Fp8Layers | None = None  # None: no product of training runs in FP8
@@ -188,30 +188,30 @@ class Local:
 
     def block(self, rows: int, *, halves: bool = True) -> Block:
         """A layer, for so many rows; without `halves` always on all of them at once."""
-        branches = decoder.branches(self.model, self.attend)
+        branches = self.model.branches(self.attend, TensorParallel())
         block = (in_halves if halves and self.in_halves(rows) else block_of)(branches)
         return rematerialized(block, self.train.remat)
 
-    def context(self, microbatch: Microbatch, key: jax.Array | None) -> decoder.Context:
+    def context(self, microbatch: Microbatch, key: jax.Array | None) -> Any:
         rows, numbers = microbatch
-        return decoder.context(self.model, rows.positions, rows.segments, numbers, key)
+        return self.model.context(rows.positions, rows.segments, numbers, key, TensorParallel())
 
     @functools.cached_property
     def settled_early(self) -> tuple[str, ...]:
         """Names of the parameters whose gradient is complete when the head is done."""
         return tuple(name for name in ("final_norm", "head") if name in self.plan.placements)
 
-    def embed(self, outer: Tree, rows: Batch, ctx: decoder.Context) -> jax.Array:
+    def embed(self, outer: Tree, rows: Batch, ctx: Any) -> jax.Array:
         """`[rows, seq]` tokens -> activations `[rows, seq between blocks, embed]`."""
         with jax.named_scope("embed"):
-            return decoder.embed(self.model, outer, rows.tokens, rows.positions, ctx, TensorParallel())
+            return self.model.embed(outer, rows.tokens, rows.positions, ctx, TensorParallel())
 
     def head(self, outer: Tree, y: jax.Array, rows: Batch) -> tuple[jax.Array, jax.Array]:
         """The last layer's activations -> sums over the rows of the objective and of the negative log-likelihood."""
         train = self.train
         with jax.named_scope("head"):
-            y = decoder.final(self.model, y, outer, TensorParallel()).reshape(-1, self.model.d_model)
-            head, targets = decoder.head(self.model, outer), rows.targets.reshape(-1)
+            y = self.model.final(y, outer, TensorParallel()).reshape(-1, self.model.d_model)
+            head, targets = self.model.head(outer), rows.targets.reshape(-1)
             return cross_entropy(y, head, targets, self.model.vocab_size, train.label_smoothing, train.z_loss)
 
     def token_numbers(self, batch: Batch) -> jax.Array:

@@ -24,7 +24,7 @@ from sharded_train.errors import ConfigError
 from sharded_train.faults.config import DistributedConfig, FaultsConfig, WatchdogConfig
 from sharded_train.local import AttentionConfig
 from sharded_train.mesh import MeshConfig
-from sharded_train.models.decoder import DecoderConfig
+from sharded_train.models import DecoderConfig, Model
 from sharded_train.optimizer import AdamW, Cosine, Optimizer, Schedule
 from sharded_train.pipeline import PipelineConfig
 from sharded_train.precision import PrecisionConfig
@@ -57,7 +57,7 @@ class LogConfig:
 class Recipe:
     """Everything about a run. `configs/*.py` give what differs from these defaults."""
 
-    model: DecoderConfig = dataclasses.field(default_factory=DecoderConfig)
+    model: Model = dataclasses.field(default_factory=DecoderConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     zero: ZeroConfig = dataclasses.field(default_factory=ZeroConfig)
     pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)

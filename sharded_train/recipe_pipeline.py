@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sharded_train import params, recipe_attention, recipe_checks
 from sharded_train.errors import ConfigError
 from sharded_train.mesh import AXES
-from sharded_train.models.decoder import DecoderConfig, param_specs
+from sharded_train.models import Model
 from sharded_train.pipeline import Pipeline, PipelineConfig, pipeline_of
 from sharded_train.recipe_ranges import MOST_LAYERS
 from sharded_train.schedule_remarks import remarks
@@ -70,9 +70,9 @@ def pipe_of(recipe: Recipe, num_stages: int) -> Pipeline:
 
 
 @functools.lru_cache(maxsize=8)
-def _pipe(model: DecoderConfig, config: PipelineConfig, p: int, m: int, sequence_length: int, remat: bool) -> Pipeline:
+def _pipe(model: Model, config: PipelineConfig, p: int, m: int, sequence_length: int, remat: bool) -> Pipeline:
     return pipeline_of(
-        config, param_specs(model), p, m, sequence_length=sequence_length, remat=remat, windows=model.windows
+        config, model.param_specs(), p, m, sequence_length=sequence_length, remat=remat, windows=model.windows
     )
 
 
@@ -171,7 +171,7 @@ def _zero(recipe: Recipe, pipe: Pipeline, sizes: Mapping[str, int]) -> list[str]
 
 def _layer_parameters(recipe: Recipe, pipe: Pipeline, sizes: Mapping[str, int]) -> float:
     """Of the stage with most layers, on one tensor rank."""
-    plan = plan_of(param_specs(recipe.model), {**sizes, "pipeline": 1}, recipe.zero)
+    plan = plan_of(recipe.model.param_specs(), {**sizes, "pipeline": 1}, recipe.zero)
     stacked = [p for _, p in params.named_leaves(plan.placements, is_placement) if p.spec.stacked]
     one = sum(math.prod(plan.local_shape(p.spec.shape, p.gathered)[1:]) for p in stacked)
     return float(one * pipe.split.layers.sum(1).max())

@@ -25,7 +25,7 @@ from sharded_train.in_order import in_order
 from sharded_train.links import Link, links
 from sharded_train.local import AttentionConfig, Batch, Local, Loss, TrainConfig
 from sharded_train.model_order import ModelOrder
-from sharded_train.models import decoder
+from sharded_train.models import Model
 from sharded_train.models.fp8_layers import Fp8Layers, fp8_layers
 from sharded_train.ops import zigzag
 from sharded_train.optimizer import Optimizer, Schedule, learning_rate
@@ -41,7 +41,7 @@ from sharded_train.sharding import Plan, ZeroConfig, is_placement, plan_of, rows
 class Program(ModelOrder):
     """A model, its placement on a mesh and the compiled functions of a training run."""
 
-    model: decoder.DecoderConfig
+    model: Model
     mesh: Mesh
     plan: Plan
     precision: PrecisionConfig
@@ -54,7 +54,7 @@ class Program(ModelOrder):
     @functools.cached_property
     def specs(self) -> Tree:
         """The model's parameters; over a pipeline the state has its layers in another order: `pipeline.stages`."""
-        return decoder.param_specs(self.model)
+        return self.model.param_specs()
 
     @functools.cached_property
     def attending(self) -> Attending:
@@ -263,7 +263,7 @@ class Program(ModelOrder):
 
 
 def build_program(
-    model: decoder.DecoderConfig,
+    model: Model,
     mesh: Mesh,
     *,
     zero: ZeroConfig,
@@ -276,7 +276,7 @@ def build_program(
 ) -> Program:
     """The program of a checked recipe on a mesh; nothing is compiled before it is called."""
     mesh = split_data(mesh, zero.group_size)
-    specs, sizes = decoder.param_specs(model), dict(mesh.shape)
+    specs, sizes = model.param_specs(), dict(mesh.shape)
     pipe = None
     if sizes["pipeline"] > 1:
         pipe = pipeline_of(

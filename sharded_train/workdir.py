@@ -19,7 +19,6 @@ from sharded_train import config, params
 from sharded_train import recipe as recipes
 from sharded_train.checkpoint import files
 from sharded_train.errors import ConfigError
-from sharded_train.models.decoder import param_specs
 from sharded_train.recipe import Recipe
 
 CONFIG = "config.json"  # of the last `train` there; each checkpoint's record holds the one it was made under
@@ -120,7 +119,7 @@ def check_record(path: Path, run: dict[str, Any], recipe: Recipe) -> None:
 
 def _arrays(recipe: Recipe) -> tuple[Any, ...]:
     """What decides which arrays a run's state has, and of which shapes and dtypes."""
-    shapes = {name: spec.shape for name, spec in params.named_leaves(param_specs(recipe.model))}
+    shapes = {name: spec.shape for name, spec in params.named_leaves(recipe.model.param_specs())}
     optimizer = recipe.optimizer
     return shapes, type(optimizer), optimizer.moments_dtype, recipe.train.ema_decay is None
 

@@ -8,7 +8,7 @@ import pytest
 
 from sharded_train import params
 from sharded_train.flops import flops_of_step
-from sharded_train.models.decoder import DecoderConfig, param_specs
+from sharded_train.models.decoder import DecoderConfig
 
 GPT2 = DecoderConfig(
     vocab_size=50257,
@@ -47,11 +47,11 @@ BENCH = DecoderConfig(8192, 384, 6, 6, d_ff=1024)
     ids=["gpt2", "llama3-8b", "llama3-70b", "llama3-405b"],
 )
 def test_published_parameter_counts(config: DecoderConfig, published: int) -> None:
-    assert params.count(param_specs(config)) == published
+    assert params.count(config.param_specs()) == published
 
 
 def test_gpt2_by_hand() -> None:
-    flops = flops_of_step(param_specs(GPT2), num_rows=2, sequence_length=1024)
+    flops = flops_of_step(GPT2.param_specs(), num_rows=2, sequence_length=1024)
     tokens = 2 * 1024
     assert flops.by_kind == {
         "layers/attention": 6 * tokens * 12 * 4 * 768 * 768,
@@ -64,7 +64,7 @@ def test_gpt2_by_hand() -> None:
 
 
 def test_llama3_8b_by_hand_with_grouped_queries() -> None:
-    flops = flops_of_step(param_specs(LLAMA3_8B), num_rows=1, sequence_length=8192)
+    flops = flops_of_step(LLAMA3_8B.param_specs(), num_rows=1, sequence_length=8192)
     attention = 2 * 4096 * 4096 + 2 * 4096 * 1024  # q and out; k and v of 8 heads of 128
     assert flops.by_kind["layers/attention"] == 6 * 8192 * 32 * attention
     assert flops.by_kind["layers/mlp"] == 6 * 8192 * 32 * 3 * 4096 * 14336
@@ -74,7 +74,7 @@ def test_llama3_8b_by_hand_with_grouped_queries() -> None:
 
 def test_a_window_counts_the_pairs_that_it_shows() -> None:
     """GPT-2 with a window of 3 in every second layer, rows of 5: 1 + 2 + 3 + 3 + 3 pairs, and all 15."""
-    specs = param_specs(dataclasses.replace(GPT2, attention_windows=(3, 0)))
+    specs = dataclasses.replace(GPT2, attention_windows=(3, 0)).param_specs()
     flops = flops_of_step(specs, 1, 5, dataclasses.replace(GPT2, attention_windows=(3, 0)).layer_windows)
     assert flops.by_kind["attention scores"] == 3 * 12 * (4 * 64) * (6 * 12 + 6 * 15)
     longer = flops_of_step(specs, 1, 5, [5] * 12)
@@ -82,25 +82,25 @@ def test_a_window_counts_the_pairs_that_it_shows() -> None:
 
 
 def test_the_small_benchmark_model_with_attention_counted_twice_is_the_number_measured_by_others() -> None:
-    by_kind = flops_of_step(param_specs(BENCH), num_rows=8, sequence_length=512).by_kind
+    by_kind = flops_of_step(BENCH.param_specs(), num_rows=8, sequence_length=512).by_kind
     whole = sum(by_kind.values()) + by_kind["attention scores"] * 511 / 513
     assert whole == pytest.approx(396e9, rel=2e-3)
 
 
 def test_the_embedding_costs_the_same_tied_or_not_and_lookups_nothing() -> None:
-    tied = flops_of_step(param_specs(dataclasses.replace(BENCH, tied_embedding=True)), 8, 512)
-    assert tied == flops_of_step(param_specs(BENCH), 8, 512)
+    tied = flops_of_step(dataclasses.replace(BENCH, tied_embedding=True).param_specs(), 8, 512)
+    assert tied == flops_of_step(BENCH.param_specs(), 8, 512)
     learned = dataclasses.replace(BENCH, positions="learned", max_positions=4096)
-    assert flops_of_step(param_specs(learned), 8, 512) == tied
+    assert flops_of_step(learned.param_specs(), 8, 512) == tied
 
 
 def test_biases_and_norms_are_no_products() -> None:
     full = dataclasses.replace(BENCH, bias=True, norm="layernorm")
-    assert flops_of_step(param_specs(full), 8, 512) == flops_of_step(param_specs(BENCH), 8, 512)
+    assert flops_of_step(full.param_specs(), 8, 512) == flops_of_step(BENCH.param_specs(), 8, 512)
 
 
 def test_products_scale_with_tokens_and_attention_with_pairs() -> None:
-    short, long = (flops_of_step(param_specs(BENCH), 4096 // t, t) for t in (128, 512))
+    short, long = (flops_of_step(BENCH.param_specs(), 4096 // t, t) for t in (128, 512))
     for kind in ("layers/attention", "layers/mlp", "head"):
         assert short.by_kind[kind] == long.by_kind[kind]
     assert long.by_kind["attention scores"] / short.by_kind["attention scores"] == pytest.approx(513 / 129)

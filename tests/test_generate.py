@@ -12,7 +12,6 @@ from sharded_train import equivalence
 from sharded_train.collectives import TensorParallel
 from sharded_train.equivalence import MODELS, Layout, program
 from sharded_train.generate import Sampling, sample_tokens
-from sharded_train.models import decoder
 from sharded_train.models.block import block_of
 from sharded_train.models.stack import Source, run
 from sharded_train.ops.linear import similarity
@@ -34,13 +33,13 @@ def next_logits(model: str, tokens: np.ndarray) -> np.ndarray:
 
     def forward(weights: dict, tokens: jax.Array) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        ctx = decoder.context(p.model, positions, jnp.ones_like(tokens), positions, None)
         tp = TensorParallel()
-        x = decoder.embed(p.model, weights, tokens, positions, ctx, tp)
-        block = block_of(decoder.branches(p.model, p.attending.attend))
+        ctx = p.model.context(positions, jnp.ones_like(tokens), positions, None, tp)
+        x = p.model.embed(weights, tokens, positions, ctx, tp)
+        block = block_of(p.model.branches(p.attending.attend, tp))
         x = run(block, Source(weights["layers"]), x, ctx)
-        x = decoder.final(p.model, x, weights, tp)
-        rows = similarity(x.reshape(-1, x.shape[-1]), decoder.head(p.model, weights))
+        x = p.model.final(x, weights, tp)
+        rows = similarity(x.reshape(-1, x.shape[-1]), p.model.head(weights))
         return rows.reshape(*tokens.shape, -1)
 
     logits = jax.shard_map(forward, mesh=p.mesh, in_specs=(p.plan.stored, P()), out_specs=P())

@@ -367,7 +367,7 @@ def masks_of_the_model(data: int, tensor: int) -> list[np.ndarray]:
     """Masks after the embedding and in both branches of two layers, read off a model that is nothing but biases."""
     config = dataclasses.replace(MODELS["gpt2"], num_layers=1, dropout=RATE)
     sizes = {"data": data, "tensor": tensor}
-    specs = decoder.param_specs(config)
+    specs = config.param_specs()
     weights = tree_map(lambda spec: np.zeros(spec.shape, np.float32), specs)
     weights["positions"] += 1
     weights["layers"]["attention"]["out_bias"] += 1
@@ -375,12 +375,12 @@ def masks_of_the_model(data: int, tensor: int) -> list[np.ndarray]:
 
     def local(weights: Any, numbers: jax.Array) -> Any:
         weights = vary(weights, **sizes)
-        positions = numbers % SEQ
-        ctx = decoder.context(config, positions, jnp.ones_like(numbers), numbers, jax.random.key(3))
-        x = decoder.embed(config, weights, jnp.zeros_like(numbers), positions, ctx, TensorParallel())
+        positions, tp = numbers % SEQ, TensorParallel()
+        ctx = config.context(positions, jnp.ones_like(numbers), numbers, jax.random.key(3), tp)
+        x = config.embed(weights, jnp.zeros_like(numbers), positions, ctx, tp)
         layer = jax.tree.map(lambda w: w[0], weights["layers"])
         attend = lambda q, k, v, segments, layer: attention.attention(q, k, v, segments, "xla", layer=layer)
-        block = block_of(decoder.branches(config, attend))
+        block = block_of(config.branches(attend, tp))
         return x, *(block(x, layer, ctx, jnp.int32(i), None) - x for i in range(2))
 
     stored = plan_of(specs, {**sizes, "sequence": 1, "pipeline": 1}, ZeroConfig(0)).stored

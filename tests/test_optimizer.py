@@ -23,7 +23,6 @@ from sharded_train.equivalence import MODELS, Layout
 from sharded_train.errors import ConfigError
 from sharded_train.evaluate import Validation, in_words
 from sharded_train.mesh import AXES
-from sharded_train.models.decoder import param_specs
 from sharded_train.optimizer import (
     SGD,
     WSD,
@@ -257,7 +256,7 @@ def test_factored_state_keeps_the_placement_of_the_dims_it_has() -> None:
 def test_which_matrices_are_for_muon() -> None:
     """Layers' matrices, biases of [heads, head_dim] not among them; no table whose rows are looked up."""
     model = dataclasses.replace(MODELS["gpt2"], tied_embedding=False, activation="swiglu")
-    chosen = {name for name, spec in named_leaves(param_specs(model)) if is_hidden_matrix(spec)}
+    chosen = {name for name, spec in named_leaves(model.param_specs()) if is_hidden_matrix(spec)}
     attention, mlp = (f"layers/attention/{name}" for name in ("q", "k", "v", "out")), ("up", "gate", "down")
     assert chosen == {*attention, *(f"layers/mlp/{name}" for name in mlp)}
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from sharded_train import equivalence, params
 from sharded_train.equivalence import MODELS, Layout
-from sharded_train.models.decoder import DecoderConfig, param_specs
+from sharded_train.models.decoder import DecoderConfig
 from sharded_train.params import ParamSpec, Tree, named_leaves, ones
 from sharded_train.recipe import load
 from sharded_train.sharding import MESH_AXIS, Placement, ZeroConfig, collect, is_placement, place, plan_of
@@ -48,7 +48,7 @@ def test_first_weights_are_bitwise_those_of_one_device(layout: Layout) -> None:
 
 @functools.partial(jax.jit, static_argnums=0)
 def initialize(config: DecoderConfig, seed: jax.Array) -> Tree:
-    return params.initialize(param_specs(config), jax.random.key(seed))
+    return params.initialize(config.param_specs(), jax.random.key(seed))
 
 
 def initial(config: DecoderConfig = MODELS["llama"], seed: int = 0) -> dict[str, np.ndarray]:
@@ -107,7 +107,7 @@ def placements(
     config: DecoderConfig, data: int, tensor: int, stage: Any
 ) -> tuple[dict[str, Placement], dict[str, int]]:
     sizes = {"pipeline": 1, "data": data, "sequence": 1, "tensor": tensor}
-    plan = plan_of(param_specs(config), sizes, ZeroConfig(stage))
+    plan = plan_of(config.param_specs(), sizes, ZeroConfig(stage))
     return dict(named_leaves(plan.placements, is_placement)), sizes
 
 

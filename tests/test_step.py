@@ -15,7 +15,7 @@ import pytest
 
 from sharded_train import equivalence
 from sharded_train.equivalence import MODELS, ROWS, SEQ, SMALL, Layout, hard_batch
-from sharded_train.models.decoder import DecoderConfig, param_specs
+from sharded_train.models.decoder import DecoderConfig
 from sharded_train.optimizer import AdamW, Cosine, learning_rate
 from sharded_train.params import Tree, named_leaves
 from sharded_train.step import Batch, Program, TrainState
@@ -287,7 +287,7 @@ def test_a_batch_without_targets_only_decays_matrices() -> None:
 
 def test_matrices_are_told_by_their_logical_axes() -> None:
     """Stacked gains [layers, embed] and biases [layers, heads, head_dim] are none, whatever their number of dims."""
-    specs = [spec for name in ("llama", "gpt2") for spec in named_leaves(param_specs(MODELS[name]))]
+    specs = [spec for name in ("llama", "gpt2") for spec in named_leaves(MODELS[name].param_specs())]
     assert {name for name, spec in specs if spec.is_matrix} == {
         *("embedding", "head", "positions"),
         *(f"layers/attention/{name}" for name in ("q", "k", "v", "out")),

@@ -14,6 +14,8 @@ from sharded_train.ops.saved import SAVED
 from sharded_train.params import Tree
 
 Remat = Literal["none", "selective", "full"]
+Products = tuple[tuple[str, tuple[str, ...]], ...]  # (branch, its weights of one input)
+Attend = Callable[..., jax.Array]  # (q, k, v, segments, layer) -> what attention makes of them, like q
 Block = Callable[[jax.Array, Any, Any, jax.Array, Any], jax.Array]  # (x, weights, context, layer, beside) -> x
 
 

@@ -7,7 +7,6 @@ block every device works on its own heads and its own part of the MLP.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.struct
@@ -15,7 +14,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from sharded_train.collectives import TensorParallel, axis_index, axis_size
-from sharded_train.models.block import Branch
+from sharded_train.models.block import Attend, Branch, Products
 from sharded_train.ops import rope
 from sharded_train.ops.dropout import dropout
 from sharded_train.ops.embedding import lookup, own_rows, take
@@ -24,9 +23,6 @@ from sharded_train.ops.linear import Deferred, Input, entered, linear, linears, 
 from sharded_train.ops.norm import layer_norm, rms_norm
 from sharded_train.ops.saved import SAVED
 from sharded_train.params import ParamSpec, Tree, normal, ones, zeros
-
-Heads = tuple[jax.Array, jax.Array, jax.Array]  # q, k, v
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]  # (q, k, v, segments, layer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,56 +84,120 @@ class DecoderConfig:
     def dim_per_head(self) -> int:
         return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
 
+    # ---- what the step asks of a model ---------------------------------------------------------------------------
 
-def param_specs(config: DecoderConfig) -> Tree:
-    """Every parameter; those of the layers stacked `[num_layers, ...]`."""
-    d, f, heads, kv, dh = config.d_model, config.d_ff, config.num_heads, config.kv_heads, config.dim_per_head
-    init = normal(config.init_std)
-    branch_end = normal(config.init_std * (2 * config.num_layers) ** -0.5)  # GPT-2: residual sums keep their variance
+    def param_specs(self) -> Tree:
+        """Every parameter; those of the layers stacked `[num_layers, ...]`."""
+        d, f, heads, kv, dh = self.d_model, self.d_ff, self.num_heads, self.kv_heads, self.dim_per_head
+        init = normal(self.init_std)
+        branch_end = normal(self.init_std * (2 * self.num_layers) ** -0.5)  # GPT-2: residual sums keep their variance
 
-    def layer(axes: str, *shape: int, init: Any) -> ParamSpec:
-        return ParamSpec((config.num_layers, *shape), ("layers", *axes.split()), init)
+        def layer(axes: str, *shape: int, init: Any) -> ParamSpec:
+            return ParamSpec((self.num_layers, *shape), ("layers", *axes.split()), init)
 
-    def norm(stacked: bool) -> Tree:
-        make = layer if stacked else lambda axes, *shape, init: ParamSpec(shape, tuple(axes.split()), init)
-        both = {"gain": make("embed", d, init=ones), "bias": make("embed", d, init=zeros)}
-        return both if config.norm == "layernorm" else {"gain": both["gain"]}
+        def norm(stacked: bool) -> Tree:
+            make = layer if stacked else lambda axes, *shape, init: ParamSpec(shape, tuple(axes.split()), init)
+            both = {"gain": make("embed", d, init=ones), "bias": make("embed", d, init=zeros)}
+            return both if self.norm == "layernorm" else {"gain": both["gain"]}
 
-    attention = {
-        "norm": norm(True),
-        "q": layer("embed heads head_dim", d, heads, dh, init=init),
-        "k": layer("embed kv_heads head_dim", d, kv, dh, init=init),
-        "v": layer("embed kv_heads head_dim", d, kv, dh, init=init),
-        "out": layer("heads head_dim embed", heads, dh, d, init=branch_end),
-    }
-    mlp = {
-        "norm": norm(True),
-        "up": layer("embed mlp", d, f, init=init),
-        "down": layer("mlp embed", f, d, init=branch_end),
-    }
-    if config.activation == "swiglu":
-        mlp["gate"] = layer("embed mlp", d, f, init=init)
-    if config.bias:
-        attention |= {
-            "q_bias": layer("heads head_dim", heads, dh, init=zeros),
-            "k_bias": layer("kv_heads head_dim", kv, dh, init=zeros),
-            "v_bias": layer("kv_heads head_dim", kv, dh, init=zeros),
-            "out_bias": layer("embed", d, init=zeros),
+        attention = {
+            "norm": norm(True),
+            "q": layer("embed heads head_dim", d, heads, dh, init=init),
+            "k": layer("embed kv_heads head_dim", d, kv, dh, init=init),
+            "v": layer("embed kv_heads head_dim", d, kv, dh, init=init),
+            "out": layer("heads head_dim embed", heads, dh, d, init=branch_end),
         }
-        mlp |= {"up_bias": layer("mlp", f, init=zeros), "down_bias": layer("embed", d, init=zeros)}
-        if config.activation == "swiglu":
-            mlp["gate_bias"] = layer("mlp", f, init=zeros)
-    specs = {
-        "embedding": ParamSpec((config.vocab_size, d), ("vocab", "embed"), init),
-        "layers": {"attention": attention, "mlp": mlp},
-        "final_norm": norm(False),
-    }
-    if config.positions == "learned":
-        assert config.max_positions is not None
-        specs["positions"] = ParamSpec((config.max_positions, d), ("position", "embed"), init)
-    if not config.tied_embedding:
-        specs["head"] = ParamSpec((config.vocab_size, d), ("vocab", "embed"), init)
-    return specs
+        mlp = {
+            "norm": norm(True),
+            "up": layer("embed mlp", d, f, init=init),
+            "down": layer("mlp embed", f, d, init=branch_end),
+        }
+        if self.activation == "swiglu":
+            mlp["gate"] = layer("embed mlp", d, f, init=init)
+        if self.bias:
+            attention |= {
+                "q_bias": layer("heads head_dim", heads, dh, init=zeros),
+                "k_bias": layer("kv_heads head_dim", kv, dh, init=zeros),
+                "v_bias": layer("kv_heads head_dim", kv, dh, init=zeros),
+                "out_bias": layer("embed", d, init=zeros),
+            }
+            mlp |= {"up_bias": layer("mlp", f, init=zeros), "down_bias": layer("embed", d, init=zeros)}
+            if self.activation == "swiglu":
+                mlp["gate_bias"] = layer("mlp", f, init=zeros)
+        specs = {
+            "embedding": ParamSpec((self.vocab_size, d), ("vocab", "embed"), init),
+            "layers": {"attention": attention, "mlp": mlp},
+            "final_norm": norm(False),
+        }
+        if self.positions == "learned":
+            assert self.max_positions is not None
+            specs["positions"] = ParamSpec((self.max_positions, d), ("position", "embed"), init)
+        if not self.tied_embedding:
+            specs["head"] = ParamSpec((self.vocab_size, d), ("vocab", "embed"), init)
+        return specs
+
+    def context(
+        self, positions: jax.Array, segments: jax.Array, numbers: jax.Array, key: jax.Array | None, tp: TensorParallel
+    ) -> Context:
+        """What the layers see of a pass over tokens `[batch, seq]`: `numbers` of each in the global batch, all int32.
+
+        Without a key nothing is dropped.
+        """
+        numbers = tp.own_tokens(numbers)
+        return Context(rotary(self, positions), segments, numbers, key if self.dropout else None)
+
+    def embed(
+        self, weights: Tree, tokens: jax.Array, positions: jax.Array, ctx: Context, tp: TensorParallel
+    ) -> jax.Array:
+        """Tokens and positions `[batch, seq]` -> activations `[batch, seq between blocks, embed]`."""
+        x = tp.leave(lookup(own_rows(weights["embedding"], self.vocab_size), tokens))
+        if self.positions == "learned":
+            x = x + take(weights["positions"], tp.own_tokens(positions))
+        return _dropped(self, x, ctx, 0)
+
+    def branches(self, attend: Attend, tp: TensorParallel) -> tuple[Branch, ...]:
+        """A layer: attention, then the MLP, each normalised before and added to the residual stream."""
+
+        def branch(name: str, inputs: tuple[str, ...], last: str, site: int, begin: Any, end: Any) -> Branch:
+            def leave(x: jax.Array, y: jax.Array, weights: Tree, ctx: Context, layer: jax.Array) -> jax.Array:
+                y = plus(tp.leave(y), weights[name].get(f"{last}_bias"))
+                return checkpoint_name(x + _dropped(self, y, ctx, 2 * layer + site), SAVED)
+
+            scoped: Any = jax.named_scope(name)
+            return Branch(
+                scoped(lambda x, weights: norm(self, x, weights[name]["norm"])),
+                scoped(lambda n, weights: entered(n, [weights[name][w] for w in inputs], tp)),
+                scoped(lambda h, weights, ctx: begin(h, weights[name], ctx)),
+                scoped(lambda mid, weights, ctx, layer: end(mid, weights[name], ctx, layer)),
+                scoped(leave),
+            )
+
+        project = lambda h, w, ctx: projections(self, h, w, ctx.rope)
+        attended = lambda qkv, w, ctx, layer: attention_out(self, attend(*qkv, ctx.segments, layer), w)
+        up, down = lambda h, w, _: mlp_up(self, h, w), lambda ups, w, *_: mlp_down(self, ups, w)
+        return (
+            branch("attention", ("q", "k", "v"), "out", 1, project, attended),
+            branch("mlp", self.ups, "down", 2, up, down),
+        )
+
+    def final(self, x: jax.Array, weights: Tree, tp: TensorParallel) -> jax.Array:
+        """The last norm: activations between blocks -> `[batch, seq, embed]`, ready for the head."""
+        return tp.enter(norm(self, x, weights["final_norm"]))
+
+    def head(self, weights: Tree) -> jax.Array:
+        """This device's rows of the output table, `[vocab / tensor, embed]`."""
+        return own_rows(weights["embedding" if self.tied_embedding else "head"], self.vocab_size)
+
+    @property
+    def products(self) -> Products:
+        """The layer's weights that multiply activations: groups of one input, by where they stand."""
+        return (("attention", ("q", "k", "v")), ("attention", ("out",)), ("mlp", self.ups), ("mlp", ("down",)))
+
+    def products_as_stored(self) -> Products:
+        """Those that multiply by all of what a device has; not so kv heads that several devices of tensor share."""
+        shared = self.kv_heads % axis_size("tensor") != 0
+        (branch, qkv), *others = self.products
+        return ((branch, ("q",) if shared else qkv), *others)
 
 
 class Context(flax.struct.PyTreeNode):
@@ -149,14 +209,6 @@ class Context(flax.struct.PyTreeNode):
     dropout_key: jax.Array | None
 
 
-def context(
-    config: DecoderConfig, positions: jax.Array, segments: jax.Array, token_numbers: jax.Array, key: jax.Array | None
-) -> Context:
-    """The context of a training pass: all `[batch, seq]` int32; without a key nothing is dropped."""
-    numbers = TensorParallel().own_tokens(token_numbers)
-    return Context(rotary(config, positions), segments, numbers, key if config.dropout else None)
-
-
 def rotary(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array] | None:
     """The rotary tables of tokens at `positions [batch, seq]`, None for a model that does not rotate."""
     if config.positions != "rope":
@@ -165,43 +217,6 @@ def rotary(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.
     if s := config.rope_scaling:
         freq = rope.stretched(freq, s.factor, s.low_freq_factor, s.high_freq_factor, s.original_context)
     return rope.tables(positions, freq)
-
-
-def embed(
-    config: DecoderConfig, weights: Tree, tokens: jax.Array, positions: jax.Array, ctx: Context, tp: TensorParallel
-) -> jax.Array:
-    """Tokens and positions `[batch, seq]` -> activations `[batch, seq between blocks, embed]`."""
-    x = tp.leave(lookup(own_rows(weights["embedding"], config.vocab_size), tokens))
-    if config.positions == "learned":
-        x = x + take(weights["positions"], tp.own_tokens(positions))
-    return _dropped(config, x, ctx, 0)
-
-
-def branches(config: DecoderConfig, attend: Attend) -> tuple[Branch, Branch]:
-    """A layer: attention, then the MLP, each normalised before and added to the residual stream."""
-    tp, inputs = TensorParallel(), {"attention": ("q", "k", "v"), "mlp": config.ups}
-
-    def branch(name: str, begin: Callable[..., Any], end: Callable[..., jax.Array], bias: str, site: int) -> Branch:
-        def leave(x: jax.Array, y: jax.Array, weights: Tree, ctx: Context, layer: jax.Array) -> jax.Array:
-            y = leave_with(tp, y, weights[name].get(bias))
-            return checkpoint_name(x + _dropped(config, y, ctx, 2 * layer + site), SAVED)
-
-        scoped: Any = jax.named_scope(name)
-        return Branch(
-            scoped(lambda x, weights: norm(config, x, weights[name]["norm"])),
-            scoped(lambda n, weights: entered(n, [weights[name][w] for w in inputs[name]], tp)),
-            scoped(lambda h, weights, ctx: begin(config, h, weights[name], ctx)),
-            scoped(lambda mid, weights, ctx, layer: end(config, mid, weights[name], ctx, layer)),
-            scoped(leave),
-        )
-
-    def attend_out(config: DecoderConfig, qkv: Heads, w: Tree, ctx: Context, layer: jax.Array) -> jax.Array:
-        return attention_out(config, attend(*qkv, ctx.segments, layer), w)
-
-    return (
-        branch("attention", lambda c, h, w, ctx: projections(c, h, w, ctx.rope), attend_out, "out_bias", 1),
-        branch("mlp", lambda c, h, w, _: mlp_up(c, h, w), lambda c, up, w, *_: mlp_down(c, up, w), "down_bias", 2),
-    )
 
 
 def projections(
@@ -254,25 +269,10 @@ def mlp_down(config: DecoderConfig, ups: tuple[jax.Array, ...], w: Tree) -> jax.
     return linear(h.reshape(-1, h.shape[-1]), w["down"]).reshape(*h.shape[:2], config.d_model)
 
 
-def leave_with(tp: TensorParallel, y: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """The end of a branch: partial sums to their sum, and the bias that is added once."""
-    return plus(tp.leave(y), bias)
-
-
 def norm(config: DecoderConfig, x: jax.Array, w: Tree) -> jax.Array:
     if config.norm == "rmsnorm":
         return rms_norm(x, w["gain"], config.norm_eps)
     return layer_norm(x, w["gain"], w["bias"], config.norm_eps)
-
-
-def final(config: DecoderConfig, x: jax.Array, weights: Tree, tp: TensorParallel) -> jax.Array:
-    """The last norm: activations between blocks -> `[batch, seq, embed]`, ready for the head."""
-    return tp.enter(norm(config, x, weights["final_norm"]))
-
-
-def head(config: DecoderConfig, weights: Tree) -> jax.Array:
-    """This device's rows of the output table, `[vocab / tensor, embed]`."""
-    return own_rows(weights["embedding" if config.tied_embedding else "head"], config.vocab_size)
 
 
 def _dropped(config: DecoderConfig, x: jax.Array, ctx: Context, site: jax.Array | int) -> jax.Array:

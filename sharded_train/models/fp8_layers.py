@@ -1,6 +1,6 @@
 """The layers' weights in FP8: quantised before they are gathered, and made ready for `ops.linear`.
 
-Which weights share an input is the model's knowledge (`deferring.groups`): the scale of an input is kept, and what was
+Which weights share an input is the model's knowledge (`Model.products`): the scale of an input is kept, and what was
 seen of it found, under the first weight of its group.
 """
 
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharded_train import compat
-from sharded_train.models.decoder import DecoderConfig
-from sharded_train.models.deferring import groups
+from sharded_train.models import Model
+from sharded_train.models.block import Products
 from sharded_train.models.stack import SEEN, Maxima, Source
 from sharded_train.ops import fp8
 from sharded_train.ops.fp8 import Observed, Quantised
@@ -37,7 +37,7 @@ class Fp8Layers:
     """
 
     how: Fp8
-    groups: tuple[tuple[str, tuple[str, ...]], ...]  # (branch, weights of one input)
+    groups: Products
     plan: Plan
     compute_dtype: jnp.dtype
     bf16_ends: tuple[int, int]  # so many of the first and of the last layers are not in FP8
@@ -149,12 +149,10 @@ class Fp8Layers:
         return Maxima(seen)
 
 
-def fp8_layers(
-    model: DecoderConfig, plan: Plan, how: Fp8, precision: PrecisionConfig, order: Sequence[int]
-) -> Fp8Layers:
+def fp8_layers(model: Model, plan: Plan, how: Fp8, precision: PrecisionConfig, order: Sequence[int]) -> Fp8Layers:
     """All products of a layer but those that stay in bf16."""
     without, ends = precision.fp8.bf16_products, precision.fp8.bf16_layers
-    ours = ((branch, tuple(n for n in names if n not in without)) for branch, names in groups(model))
+    ours = ((branch, tuple(n for n in names if n not in without)) for branch, names in model.products)
     inputs = tuple((branch, names) for branch, names in ours if names)
     return Fp8Layers(how, inputs, plan, precision.compute_dtype, (ends.first, ends.last), tuple(order))
 
