@@ -91,8 +91,7 @@ def initialize(specs: Tree, key: jax.Array, order: np.ndarray | None = None) -> 
         numbers = np.arange(spec.shape[0]) if order is None else order
         keys = jax.vmap(lambda i: jax.random.fold_in(own, i))(jnp.asarray(numbers))
         drawn = jax.vmap(lambda k: spec.init(k, spec.shape[1:]))(keys)
-        return (
-            drawn if (numbers >= 0).all() else jnp.where((numbers >= 0).reshape(-1, *[1] * (drawn.ndim - 1)), drawn, 0)
-        )
+        there = (numbers >= 0).reshape(-1, *[1] * (drawn.ndim - 1))
+        return drawn if there.all() else jnp.where(there, drawn, 0)
 
     return tree_map(one, specs)

@@ -46,7 +46,7 @@ def moved_on(precision: PrecisionConfig, fp8: Fp8Layers | None, scaling: Tree, s
     assert fp8 is not None
     layers: Tree = {branch: {} for branch, _ in fp8.groups}
     for branch, name, kind in fp8.tensors():
-        now, amax = scaling["layers"][branch][name][kind], jnp.where(fp8.there, seen[branch][name][kind][:, 0], 0)
+        now, amax = scaling["layers"][branch][name][kind], jnp.where(fp8.in_fp8, seen[branch][name][kind][:, 0], 0)
         later = delayed.moved_on(now, amax, dtype_of(fp8.how, kind), precision.fp8)
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), later, now)
         layers[branch].setdefault(name, {})[kind] = kept
@@ -73,5 +73,5 @@ def told(fp8: Fp8Layers, scaling: Tree, seen: Tree) -> dict[str, jax.Array]:
         else:
             scale = scaling["layers"][branch][name][kind]["scale"]
         told = jnp.concatenate([numbers, scale[:, None]], 1)
-        found[f"{branch}/{name}/{kind}"] = jnp.where(fp8.there[:, None], told, jnp.nan)
+        found[f"{branch}/{name}/{kind}"] = jnp.where(fp8.in_fp8[:, None], told, jnp.nan)
     return found

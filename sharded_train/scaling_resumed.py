@@ -57,7 +57,7 @@ def check_seen(program: Program, state: TrainState, path: Path) -> None:
     if program.precision.recipe != "fp8_delayed" or program.precision.fp8.recalibrate or program.fp8 is None:
         return
     weights = [state.scaling["layers"][branch][name]["w"]["history"] for branch, name, _ in program.fp8.entries()]
-    there = program.fp8.there
+    there = program.fp8.in_fp8
     everywhere = NamedSharding(program.mesh, PartitionSpec())
     lacking = jax.jit(lambda *all_: there & ~jnp.concatenate(all_, 1).any(1), out_shardings=everywhere)(*weights)
     if layers := sorted(program.fp8.order[i] for i in np.flatnonzero(lacking)):

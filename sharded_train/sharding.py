@@ -77,7 +77,8 @@ class Plan:
     @jax.named_scope("gather_weights")
     def gather(self, shards: Tree, names: Tree, dtype: jnp.dtype) -> Tree:
         """Stored fp32 shards -> weights whole over `data`, in the compute dtype. `names` is the matching subtree."""
-        return jax.tree.map(lambda p, w: collect(w.astype(dtype), p, self.axes), names, shards, is_leaf=is_placement)
+        one = lambda p, w: gather_shard(w.astype(dtype), p, self.axes)
+        return jax.tree.map(one, names, shards, is_leaf=is_placement)
 
     @jax.named_scope("reduce_gradients")
     def settle(self, grads: Tree, shards: Tree, names: Tree) -> Tree:
@@ -92,7 +93,7 @@ class Plan:
             if not is_placement(names):
                 of = lambda key, grad: settled(grad, shards[key], names[key]) if key in names else grad
                 return {key: of(key, grad) for key, grad in grads.items()}
-            _, transpose = jax.vjp(lambda w: collect(w, names, self.axes), shards.astype(wire))
+            _, transpose = jax.vjp(lambda w: gather_shard(w, names, self.axes), shards.astype(wire))
             return transpose(grads.astype(wire))[0].astype(jnp.float32)
 
         return settled(grads, shards, names)
@@ -132,7 +133,7 @@ def is_placement(x: Any) -> bool:
     return isinstance(x, Placement)
 
 
-def collect(shard: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
+def gather_shard(shard: jax.Array, placement: Placement, axes: tuple[str, ...]) -> jax.Array:
     """One stored shard -> the weight whole over ZeRO's axes, marked as varying over every axis of the mesh.
 
     Linear; its transpose reduce-scatters over ZeRO's axes, then sums the shards over those that the leaf is whole over.

@@ -20,7 +20,7 @@ from sharded_train.equivalence import MODELS, Layout
 from sharded_train.models.decoder import DecoderConfig
 from sharded_train.params import ParamSpec, Tree, named_leaves, ones
 from sharded_train.recipe import load
-from sharded_train.sharding import MESH_AXIS, Placement, ZeroConfig, collect, is_placement, place, plan_of
+from sharded_train.sharding import MESH_AXIS, Placement, ZeroConfig, gather_shard, is_placement, place, plan_of
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
 
@@ -175,7 +175,7 @@ def test_collecting_every_stored_shard_gives_the_leaf_back(shape: tuple[int, ...
     leaf = np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
     def both(shard: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return collect(shard, p, ("data", "tensor")), collect(shard[1], p, ("data", "tensor"))
+        return gather_shard(shard, p, ("data", "tensor")), gather_shard(shard[1], p, ("data", "tensor"))
 
     out = PartitionSpec("data", None, "tensor"), PartitionSpec("data", "tensor")
     stack, layer = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=p.stored, out_specs=out))(leaf)

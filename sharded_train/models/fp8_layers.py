@@ -23,7 +23,7 @@ from sharded_train.ops.linear import Deferred
 from sharded_train.params import Tree
 from sharded_train.precision import PrecisionConfig
 from sharded_train.precision.formats import Fp8, current_scale, observe, quantise
-from sharded_train.sharding import Plan, collect
+from sharded_train.sharding import Plan, gather_shard
 
 STAGES = "pipeline"  # the mesh axis that devices of different layers lie along
 
@@ -44,7 +44,7 @@ class Fp8Layers:
     order: tuple[int, ...]  # which layer of the model is at each place of the state's, -1 for padding
 
     @property
-    def there(self) -> jax.Array:
+    def in_fp8(self) -> jax.Array:
         """Which of the state's layers are in FP8."""
         first, last = self.bf16_ends
         return jnp.array([first <= number <= max(self.order) - last for number in self.order])
@@ -90,13 +90,14 @@ class Fp8Layers:
     @jax.named_scope("scales")
     def _scales(self, layers: Tree, scaling: Tree | None) -> Tree:
         """Each product's scales `[layers]`, as `Quantised` without a weight."""
+        of = lambda branch, name, kind: None if scaling is None else scaling[branch][name][kind]["scale"]
         scales: Tree = {branch: {} for branch, _ in self.groups}
         for branch, names in self.groups:
             for name in names:
-                known = None if scaling is None else (scaling[branch][names[0]], scaling[branch][name])
-                of = lambda kind, known=known: None if known is None else known[kind != "x"][kind]["scale"]
-                w_scale = self._current(layers[branch][name]) if self.how.scaling == "current" else of("w")
-                scales[branch][name] = Quantised(None, w_scale, of("x"), of("g"), self.how)  # type: ignore[arg-type]
+                current = self.how.scaling == "current"
+                w_scale = self._current(layers[branch][name]) if current else of(branch, name, "w")
+                x_scale, g_scale = of(branch, names[0], "x"), of(branch, name, "g")
+                scales[branch][name] = Quantised(None, w_scale, x_scale, g_scale, self.how)  # type: ignore[arg-type]
         return scales
 
     def _current(self, stored: jax.Array) -> jax.Array:
@@ -125,7 +126,7 @@ class Fp8Layers:
                 scaled = scales[branch][name]
                 w, blocks = shards[branch][name], self.how.scaling == "blocks"
                 q = w.astype(self.compute_dtype) if blocks else quantise(w, scaled.w_scale, self.how.forward)
-                weights[branch][name] = scaled.replace(q=collect(q, names[branch][name], self.plan.axes))
+                weights[branch][name] = scaled.replace(q=gather_shard(q, names[branch][name], self.plan.axes))
         return weights
 
     def _ready(self, weights: Tree, uses: int) -> Tree:

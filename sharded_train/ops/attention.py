@@ -86,14 +86,7 @@ def attention(
     kernels = Kernels.of(implementation, windows, max_documents, layer)
     axes = compat.varying_axes(q, k, v, segments, kernels.this)
     q, k, v, segments, this = (compat.vary(x, axes) for x in (q, k, v, segments, kernels.this))
-    return _attention(q, k, v, segments, this, kernels.all)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, this: jax.Array, kernels: tuple[Kernel, ...]
-) -> jax.Array:
-    return _attention_forward(q, k, v, segments, this, kernels)[0]
+    return _attention(q, k, v, segments, this, kernels.all)  # type: ignore[no-any-return]
 
 
 def _attention_forward(
@@ -116,6 +109,7 @@ def _attention_backward(
     return *by_kernel(kernels, this, gradients), None, None
 
 
+_attention = jax.custom_vjp(lambda *args: _attention_forward(*args)[0], nondiff_argnums=(5,))
 _attention.defvjp(_attention_forward, _attention_backward)
 
 

@@ -17,9 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sharded_train import compat
 from sharded_train.collectives import axis_size, pass_on
-from sharded_train.ops import attention as whole
-from sharded_train.ops import window, zigzag
+from sharded_train.ops import attention, window, zigzag
+from sharded_train.ops.attention import Kernel
 from sharded_train.ops.context_cost import Strategy, kv_copies
+from sharded_train.ops.cudnn import Attended, Gradients
 from sharded_train.ops.saved import SAVED
 from sharded_train.ops.zigzag import AXIS, FP32
 
@@ -34,7 +35,7 @@ def context_attention(
     implementation: Literal["xla", "cudnn"],
     strategy: Strategy,
     *,
-    windows: whole.Windows = (None,),
+    windows: attention.Windows = (None,),
     layer: jax.Array | int = 0,
     max_documents: int | None = None,
 ) -> jax.Array:
@@ -55,13 +56,13 @@ def context_attention(
     size = axis_size(AXIS)
     assert size > 1, "the axis sequence has one device: use attention.attention"
     assert q.shape[1] % 2 == 0, q.shape
-    kernels = whole.Kernels.of(implementation, windows, max_documents, layer)
+    kernels = attention.Kernels.of(implementation, windows, max_documents, layer)
     axes = sorted({AXIS, *compat.varying_axes(q, k, v, segments, kernels.this)})
     q, k, v, segments, this = (compat.vary(x, axes) for x in (q, k, v, segments, kernels.this))
     if strategy == "ulysses":
-        attend = functools.partial(whole.attention, windows=windows, layer=layer, max_documents=max_documents)
+        attend = functools.partial(attention.attention, windows=windows, layer=layer, max_documents=max_documents)
         return _ulysses(q, k, v, segments, functools.partial(attend, implementation=implementation))
-    return _split(q, k, v, segments, this, kernels.all, strategy)
+    return _split(q, k, v, segments, this, kernels.all, strategy)  # type: ignore[no-any-return]
 
 
 # ---- heads in exchange for the sequence (Jacobs et al. 2023, arXiv:2309.14509) --------------------------------------
@@ -90,57 +91,45 @@ def _ulysses(
 # ---- rows stay split: all keys in turns, or those before a chunk -----------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _split(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segments: jax.Array,
-    this: jax.Array,
-    kernels: tuple[whole.Kernel, ...],
-    strategy: Strategy,
-) -> jax.Array:
-    return _split_forward(q, k, v, segments, this, kernels, strategy)[0]
-
-
 def _split_forward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     segments: jax.Array,
     this: jax.Array,
-    kernels: tuple[whole.Kernel, ...],
+    kernels: tuple[Kernel, ...],
     strategy: Strategy,
-) -> tuple[jax.Array, tuple[whole.Attended, jax.Array, jax.Array]]:
-    def forward(kernel: whole.Kernel) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, tuple[Attended, jax.Array, jax.Array]]:
+    def forward(kernel: Kernel) -> tuple[jax.Array, jax.Array]:
         if kernel.window is not None:
             return window.forward(q, k, v, segments, kernel)
         return _forward(q, k, v, segments, kernel, strategy)
 
-    out, lse = (checkpoint_name(x, SAVED) for x in whole.by_kernel(kernels, this, forward))
-    return out, (whole.Attended(q, k, v, out, lse), segments, this)
+    out, lse = (checkpoint_name(x, SAVED) for x in attention.by_kernel(kernels, this, forward))
+    return out, (Attended(q, k, v, out, lse), segments, this)
 
 
 def _split_backward(
-    kernels: tuple[whole.Kernel, ...],
+    kernels: tuple[Kernel, ...],
     strategy: Strategy,
-    saved: tuple[whole.Attended, jax.Array, jax.Array],
+    saved: tuple[Attended, jax.Array, jax.Array],
     d_out: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, None]:
     x, segments, this = saved
     k, v = lax.optimization_barrier((x.k, x.v))  # else XLA may keep what the forward pass has received
     x = x._replace(k=k, v=v)
 
-    def backward(kernel: whole.Kernel) -> whole.Gradients:
+    def backward(kernel: Kernel) -> Gradients:
         if kernel.window is not None:
             d_q, d_k, d_v = window.backward(x, d_out, segments, kernel)
         else:
             d_q, d_k, d_v = _backward(x, d_out, segments, kernel, strategy)
         return d_q.astype(x.q.dtype), d_k.astype(x.k.dtype), d_v.astype(x.v.dtype)
 
-    return *whole.by_kernel(kernels, this, backward), None, None
+    return *attention.by_kernel(kernels, this, backward), None, None
 
 
+_split = jax.custom_vjp(lambda *args: _split_forward(*args)[0], nondiff_argnums=(5, 6))
 _split.defvjp(_split_forward, _split_backward)
 
 
@@ -148,7 +137,7 @@ _split.defvjp(_split_forward, _split_backward)
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: whole.Kernel, strategy: Strategy
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: Kernel, strategy: Strategy
 ) -> tuple[jax.Array, jax.Array]:
     edges = zigzag.edges_of(segments)
 
@@ -161,15 +150,13 @@ def _forward(
         either = zigzag.merged(zigzag.where(sight.earlier, first, last), (out_either, lse_either))
         return zigzag.where(sight.earlier, (either, last), (first, either))
 
-    own = whole.forward(q, k, v, segments, kernel)
+    own = attention.forward(q, k, v, segments, kernel)
     state = tuple(zip(jnp.split(own[0].astype(FP32), 2, 1), jnp.split(own[1], 2, 2), strict=True))
     (out, lse), (out_last, lse_last) = _turns(strategy, jnp.stack([k, v]), state, turn, turn)
     return jnp.concatenate([out, out_last], 1).astype(q.dtype), jnp.concatenate([lse, lse_last], 2)
 
 
-def _backward(
-    x: whole.Attended, d_out: jax.Array, segments: jax.Array, kernel: whole.Kernel, strategy: Strategy
-) -> whole.Gradients:
+def _backward(x: Attended, d_out: jax.Array, segments: jax.Array, kernel: Kernel, strategy: Strategy) -> Gradients:
     edges, ring, size = zigzag.edges_of(segments), strategy == "ring", axis_size(AXIS)
     kv = jnp.stack([x.k, x.v])
 
@@ -178,7 +165,7 @@ def _backward(
         sight = zigzag.sight_of(edges, r)
         q, out, now_d_out = (zigzag.queries(a, sight) for a in (x.q, x.out, d_out))
         k, v = zigzag.keys(kv, sight)
-        now = whole.Attended(q, k, v, out, zigzag.queries(x.lse, sight, 2))
+        now = Attended(q, k, v, out, zigzag.queries(x.lse, sight, 2))
         d_q, d_k, d_v = zigzag.pair_backward(now, now_d_out, sight, kernel)
         d_kv = jnp.stack([d_k, d_v]).astype(FP32)
         return zigzag.of_queries(d_q.astype(FP32), sight), zigzag.of_keys(d_kv, sight)
@@ -199,7 +186,7 @@ def _backward(
             return d_q + now_q, sums + now_kv
         return d_q + now_q, lax.dynamic_update_index_in_dim(sums, now_kv, zigzag.source(r), 0)
 
-    own_q, own_k, own_v = whole.backward(x, d_out, segments, kernel)
+    own_q, own_k, own_v = attention.backward(x, d_out, segments, kernel)
     d_q, sums = _turns(strategy, kv, own_q.astype(FP32), first, turn)
     sums = pass_on(sums, AXIS) if ring else lax.psum_scatter(sums, AXIS, scatter_dimension=0)
     return d_q, sums[0] + own_k, sums[1] + own_v

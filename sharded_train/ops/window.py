@@ -20,13 +20,14 @@ import jax
 import jax.numpy as jnp
 
 from sharded_train.collectives import axis_index, axis_size, pass_on
-from sharded_train.ops import attention as whole
 from sharded_train.ops import cudnn, tiles
+from sharded_train.ops.attention import Kernel
+from sharded_train.ops.cudnn import Attended, Gradients
 from sharded_train.ops.zigzag import AXIS, FP32, merged
 
 
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: whole.Kernel
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: Kernel
 ) -> tuple[jax.Array, jax.Array]:
     """Output and logsumexp of this device's two chunks, `[batch, seq / S, ...]` as they come."""
     q, kv, own, seen = _apart(q, k, v, segments, kernel)
@@ -35,11 +36,11 @@ def forward(
     return _together(out), jnp.concatenate(jnp.split(lse, 2), 2)
 
 
-def backward(x: whole.Attended, d_out: jax.Array, segments: jax.Array, kernel: whole.Kernel) -> whole.Gradients:
+def backward(x: Attended, d_out: jax.Array, segments: jax.Array, kernel: Kernel) -> Gradients:
     """Gradients of q, k and v, those of k and v summed in fp32 over the devices that saw them."""
     q, kv, own, seen = _apart(x.q, x.k, x.v, segments, kernel)
     lse = jnp.concatenate(jnp.split(x.lse, 2, 2))
-    now = whole.Attended(q, kv[:, :, 0], kv[:, :, 1], _chunks(x.out), lse)
+    now = Attended(q, kv[:, :, 0], kv[:, :, 1], _chunks(x.out), lse)
     if kernel.name == "cudnn":
         d_q, d_k, d_v = _back_by_cudnn(now, _chunks(d_out), own, seen, kernel)
     else:
@@ -51,7 +52,7 @@ def backward(x: whole.Attended, d_out: jax.Array, segments: jax.Array, kernel: w
 
 
 def _apart(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: whole.Kernel
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kernel: Kernel
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Chunks of queries; keys with values `[2 batch, window - 1 + chunk, 2, kv_heads, head_dim]`; documents of both."""
     assert kernel.window is not None
@@ -118,7 +119,7 @@ def _hop_back(d: jax.Array) -> jax.Array:
 
 
 def _by_cudnn(
-    q: jax.Array, k: jax.Array, v: jax.Array, own: jax.Array, seen: jax.Array, kernel: whole.Kernel
+    q: jax.Array, k: jax.Array, v: jax.Array, own: jax.Array, seen: jax.Array, kernel: Kernel
 ) -> tuple[jax.Array, jax.Array]:
     chunk, before = q.shape[1], k.shape[1] - q.shape[1]
     rows, keys = _of_the_document(own, seen[:, :before])
@@ -138,9 +139,7 @@ def _by_cudnn(
     return state[0].astype(q.dtype), state[1]
 
 
-def _back_by_cudnn(
-    x: whole.Attended, d_out: jax.Array, own: jax.Array, seen: jax.Array, kernel: whole.Kernel
-) -> whole.Gradients:
+def _back_by_cudnn(x: Attended, d_out: jax.Array, own: jax.Array, seen: jax.Array, kernel: Kernel) -> Gradients:
     chunk, before = x.q.shape[1], x.k.shape[1] - x.q.shape[1]
     rows, keys = _of_the_document(own, seen[:, :before])
     corner = min(before, chunk)
@@ -152,7 +151,7 @@ def _back_by_cudnn(
         parts.append((0, corner, cudnn.pair_backward(near, d_out, *sight)))
     if corner:
         q, k, v, out, lse = x
-        far = whole.Attended(q[:, :corner], k[:, :corner], v[:, :corner], out[:, :corner], lse[:, :, :corner])
+        far = Attended(q[:, :corner], k[:, :corner], v[:, :corner], out[:, :corner], lse[:, :, :corner])
         sight = _both(jnp.minimum(rows, corner), keys - (before - corner))
         parts.append((0, 0, cudnn.corner_backward(far, d_out[:, :corner], *sight)))
     d_q, d_k, d_v = (jnp.zeros(a.shape, FP32) for a in (x.q, x.k, x.v))
@@ -163,7 +162,7 @@ def _back_by_cudnn(
     return d_q.astype(x.q.dtype), d_k, d_v
 
 
-def _own_window(kernel: whole.Kernel, chunk: int) -> int | None:
+def _own_window(kernel: Kernel, chunk: int) -> int | None:
     return kernel.window if kernel.window is not None and kernel.window < chunk else None
 
 

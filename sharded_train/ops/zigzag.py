@@ -20,8 +20,9 @@ import numpy as np
 from jax import lax
 
 from sharded_train.collectives import axis_index, axis_size
-from sharded_train.ops import attention as whole
 from sharded_train.ops import cudnn, tiles
+from sharded_train.ops.attention import Kernel
+from sharded_train.ops.cudnn import Attended, Gradients
 
 AXIS = "sequence"
 FP32 = jnp.dtype(jnp.float32)
@@ -121,15 +122,13 @@ def merged(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tu
     return a[0] * share(a[1]) + b[0].astype(FP32) * share(b[1]), lse
 
 
-def pair_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, kernel: whole.Kernel
-) -> tuple[jax.Array, jax.Array]:
+def pair_forward(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, kernel: Kernel) -> tuple[jax.Array, jax.Array]:
     if kernel.name == "cudnn":
         return cudnn.pair_forward(q, k, v, sight.rows, sight.keys)
     return tiles.tiled_forward(q, k, v, tiles.whole_tiles(q.shape[1], k.shape[1]), _visible(sight, k))
 
 
-def pair_backward(x: whole.Attended, d_out: jax.Array, sight: Sight, kernel: whole.Kernel) -> whole.Gradients:
+def pair_backward(x: Attended, d_out: jax.Array, sight: Sight, kernel: Kernel) -> Gradients:
     if kernel.name == "cudnn":
         return cudnn.pair_backward(x, d_out, sight.rows, sight.keys)
     return tiles.tiled_backward(x, d_out, tiles.whole_tiles(x.q.shape[1], x.k.shape[1]), _visible(sight, x.k))
