@@ -78,7 +78,7 @@ def comments(cls: type) -> dict[str, str]:
     name, lines = "", io.StringIO(inspect.cleandoc(inspect.getsource(cls))).readline
     first = True  # on its line
     for token in tokenize.generate_tokens(lines):
-        if token.type == tokenize.NAME and first and token.string in found and token.line.startswith("    "):
+        if token.type == tokenize.NAME and first and token.string in found and token.start[1] == 4:
             name, found[token.string], above = token.string, " ".join(above), []
         elif token.type == tokenize.COMMENT:
             text = token.string.removeprefix("#").strip()
