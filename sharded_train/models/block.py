@@ -70,6 +70,11 @@ def in_halves(branches: Sequence[Branch]) -> Block:
     """The same on two halves of the rows in turn: one leaves its branch while the other begins the work of its own, and
     enters the next while the other ends it.
 
+    Of branches A and B and halves 0 and 1, what is in one column at the same time:
+
+        work               begin A0  end A0    begin A1  end A1    begin B0  end B0    begin B1  end B1
+        network  enter A0            enter A1  leave A0  enter B0  leave A1  enter B1  leave B0            leave B1
+
     The order is forced, and the pullback goes the same way back: otherwise XLA works on both halves alike, and both
     wait for the network at the same time.
     """

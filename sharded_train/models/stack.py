@@ -3,7 +3,10 @@
 Plain autodiff of a scan keeps whatever the backward pass wants, the gathered weights of every layer among it, which is
 all of the memory that ZeRO-3 saves. Here the backward pass gets a layer's weights a second time and keeps from
 the forward pass only values that depend on activations. Which of those are kept is the rematerialisation policy's
-choice, so that policies and ZeRO know nothing of each other.
+choice, so that policies and ZeRO know nothing of each other:
+
+    forward     y, pullback = vjp(block)(x, w)                 saved = the leaves of pullback that depend on x
+    backward    _, pullback = vjp(block)(anything, w again)    the same tree: `saved` put in its place, it takes d_y
 
 Communication hides behind products in two ways: `Source.ahead` fetches a layer's weights while the layer before is
 worked on, and `block.in_halves` works on two halves of the rows, each with collectives of its own.

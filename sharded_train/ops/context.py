@@ -142,6 +142,7 @@ def _forward(
     edges = zigzag.edges_of(segments)
 
     def turn(state: State, kv: jax.Array, r: Any) -> State:
+        """State: (output, lse) so far of the first chunk, and of the last, which sees something in every turn."""
         (first, last), sight = state, zigzag.sight_of(edges, r)
         k, v = zigzag.keys(kv, sight)
         out, lse = zigzag.pair_forward(zigzag.queries(q, sight), k, v, sight, kernel)

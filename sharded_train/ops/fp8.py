@@ -6,8 +6,8 @@
 with numbers of `formats`. Operands are multiplied as they are: XLA makes a cuBLAS call in FP8 of that, wherever it
 stands, while it leaves a product of dequantised numbers in bf16 in loops. Forward it may sum fast, backward it may not.
 
-What is seen leaves as the cotangent of zeros, one for each use of the weight, so that autodiff does not add up
-what is to be maximised.
+What is seen leaves as the cotangent of zeros (how: `linear.Deferred`), one for each use of the weight, so that autodiff
+does not add up what is to be maximised.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ Factors = tuple[jax.Array | None, jax.Array, jax.Array | None]
 
 
 class Entered(flax.struct.PyTreeNode):
-    """Quantised activations, and zeros that have their cotangent: numbers in FP8 have none but in FP8."""
+    """Quantised activations, and zeros whose cotangent is theirs: autodiff gives numbers in FP8 none but in FP8."""
 
     # Bytes of f8 `[..., in]`: to write one layer into a stack of f8, XLA's CPU back end converts the whole stack.
     q: jax.Array

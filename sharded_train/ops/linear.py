@@ -1,4 +1,4 @@
-"""The only place that multiplies activations by a weight; what a product's precision is, is decided here."""
+"""The only place that multiplies activations by a layer's weight; what a product's precision is, is decided here."""
 
 from __future__ import annotations
 
@@ -21,12 +21,17 @@ from sharded_train.precision.blocks import quantised
 class Deferred(flax.struct.PyTreeNode):
     """A weight whose gradient `x^T d_y` is left for later: the cotangents of two zeros are its factors.
 
-    `x [rows, in]` is None where another weight of the same input has it. In FP8 the factors are quantised, and the
-    cotangent of `scale` is what their product is to be multiplied by. What is to be in blocks is quantised later.
+    A pullback returns a cotangent for each argument and nothing else. So the product takes two zeros that it does not
+    use, shaped like x and y, and its own vjp (`_product`) returns the factors as theirs, and none for w:
+
+        y = x w        d_x, d_w, (d_zero_x, d_zero_y) = d_y w^T, None, (x, d_y)
+
+    The zeros are never made. `x` is None where another weight of the same input has it. In FP8 the factors are
+    quantised, and the cotangent of `scale` is what their product is to be multiplied by; blocks are quantised later.
     """
 
     w: jax.Array | fp8.Observed
-    x: jax.Array | None
+    x: jax.Array | None  # [rows, in]
     y: jax.Array  # [rows, out]
     scale: jax.Array | None = None
     blocks: int | None = flax.struct.field(pytree_node=False, default=None)  # the margin, of products in blocks

@@ -79,6 +79,7 @@ def edges_of(segments: jax.Array) -> Edges:
 
 
 def sight_of(edges: Edges, r: Any) -> Sight:
+    """What this device's queries see of the keys that are here in turn r."""
     here, there = axis_index(AXIS), source(r)
     earlier = there < here
     q = lambda x: jnp.stack([x[1], jnp.where(earlier, x[0], x[1])])
@@ -94,11 +95,13 @@ def where(condition: jax.Array, a: Any, b: Any) -> Any:
 
 
 def queries(x: jax.Array, sight: Sight, axis: int = 1) -> jax.Array:
+    """Of the two pairs of a turn: `[batch, seq / S, ...]` -> `[2 batch, chunk, ...]`, the last chunk and either."""
     first, last = jnp.split(x, 2, axis)
     return jnp.concatenate([last, jnp.where(sight.earlier, first, last)])
 
 
 def keys(kv: jax.Array, sight: Sight) -> jax.Array:
+    """Of the same pairs: `[2, batch, seq / S, ...]` -> `[2, 2 batch, chunk, ...]`, the first chunk and either."""
     first, last = jnp.split(kv, 2, 2)
     return jnp.concatenate([first, jnp.where(sight.earlier, first, last)], 1)
 

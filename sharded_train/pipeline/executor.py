@@ -1,9 +1,9 @@
 """Runs a schedule's table: one program for all stages, inside the manual `jax.shard_map`.
 
-The step is a scan over ticks. In each tick a device receives what its neighbours sent, does the forward and the
-backward that the table gives its stage, and sends on. A stage that has nothing to do takes the idle branch of a
-conditional: all devices of a tensor or data group are of one stage and take the same branch, so that their collectives
-may stand inside of it; collectives over `pipeline` stand outside.
+The step is a scan over ticks (`schedules.table`). In each a device receives what its neighbours sent, does the forward
+and the backward that the table gives its stage, and sends on. A stage passes over what it has nothing of
+(`in_place_if`): all devices of a tensor or data group are of one stage and pass over the same, so that their
+collectives may stand inside of it; collectives over `pipeline` stand outside.
 
 What waits lies in buffers as large as the most that the schedule ever holds, not as the number of microbatches.
 Gradients are summed where they arise: under ZeRO 0 and 1 whole, in fp32, and settled once after the last tick; under
@@ -139,14 +139,7 @@ class _Stage:
 
     @classmethod
     def of(
-        cls,
-        local: Local,
-        pipe: Pipeline,
-        shards: Tree,
-        layers: Runs,
-        batch: Batch,
-        key: jax.Array | None,
-        divisor: jax.Array,
+        cls, local: Local, pipe: Pipeline, shards: Tree, layers: Runs, batch: Batch, key: Any, divisor: jax.Array
     ) -> _Stage:
         layers = tuple(dataclasses.replace(run, ahead=False, last_alone=False) for run in layers)
         outer, microbatches = local.outer(shards), local.microbatches(batch)
