@@ -53,6 +53,7 @@ class Run:
     startup: report.StartUp
     start_step: int
     last_step: int
+    record: Mapping[str, Any]  # of the checkpoint that it goes on from
     tokens_seen: int  # before start_step
     left_out: tuple[int, ...]  # numbers of batches that no step takes
     inspection: Inspection
@@ -136,6 +137,7 @@ def begin(
         startup,
         start_step,
         last_step,
+        record,
         record["tokens_seen"],
         left_out_by(record),
         Inspection(recipe.faults, program.mesh, program.abstract_state, group),
@@ -165,7 +167,8 @@ def rolled_back(run: Run, fault: RollBack) -> tuple[Run, TrainState]:
     if numbers:
         told = f"batches left out from now on: {', '.join(map(str, numbers))}"
         run.console.print(told, markup=False, style="bold red", soft_wrap=True)
-    changes: dict[str, Any] = {"start_step": step, "tokens_seen": resumed.record["tokens_seen"]}
+    tokens_seen = resumed.record["tokens_seen"]
+    changes: dict[str, Any] = {"start_step": step, "record": resumed.record, "tokens_seen": tokens_seen}
     return dataclasses.replace(run, left_out=tuple(sorted({*run.left_out, *numbers})), **changes), resumed.state
 
 

@@ -122,7 +122,7 @@ def _loop(
             profile.before(step - 1, state)
             batch = Batch(**_next(batches, run, step))
             if step == run.start_step + 1:
-                state = train_precision.begun(program, recipe, run.start_step, state, batch, run.startup)
+                state = train_precision.begun(run, state, batch)
             state, metrics = train_step(state, batch)
             with waiting():
                 log.add(step, metrics, batches.seconds_waited)  # looks at those of step - 1, while this step runs

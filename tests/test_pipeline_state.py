@@ -71,6 +71,25 @@ def test_a_state_goes_from_mesh_to_mesh_unchanged(optimizer: Optimizer, tmp_path
     checkpointer.close()
 
 
+def test_scales_of_fp8_follow_their_layers(tmp_path: Path) -> None:
+    """CASES 16, 25: each layer's are its number, wherever stages have it."""
+    first, second, third = (equivalence.program(DEEP, at, recipe="fp8_delayed") for at in (INTERLEAVED, UNEVEN, PLAIN))
+    assert first.pipe is not None
+    state, order = first.init(3), jnp.asarray(first.pipe.order, jnp.float32)
+    numbered = lambda x: jax.device_put(jnp.broadcast_to(order.reshape(-1, *[1] * (x.ndim - 1)), x.shape), x.sharding)
+    saved = first.to_checkpoint(state.replace(scaling=jax.tree.map(numbered, state.scaling)))
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, saved, {})
+    checkpointer.wait()
+    for p in (second, third):
+        taken_up = p.from_checkpoint(checkpointer.restore(1, p.abstract_checkpoint)[0])
+        places = np.arange(DEEP.num_layers) if p.pipe is None else p.pipe.places
+        for name, x in named(taken_up.scaling).items():
+            assert (x[places].reshape(DEEP.num_layers, -1) == np.arange(DEEP.num_layers)[:, None]).all(), name
+            assert name.endswith(("/scale", "/history"))
+    checkpointer.close()
+
+
 def test_padding_is_zero_and_stays_so() -> None:
     p = program(UNEVEN)
     assert p.pipe is not None

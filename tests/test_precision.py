@@ -17,6 +17,7 @@ import pytest
 from sharded_train import equivalence
 from sharded_train import recipe as recipes
 from sharded_train.calibrate import calibrated
+from sharded_train.checkpoint.leaves import by_name
 from sharded_train.devices import DEVICES
 from sharded_train.equivalence import MODELS, Layout, hard_batch, placed
 from sharded_train.errors import ConfigError
@@ -29,7 +30,7 @@ from sharded_train.recipe_precision import on_device, warnings
 from sharded_train.rehearse import clusters
 from sharded_train.rehearse.compile import check_layout
 from sharded_train.scaling import fp8_of, moved_on, told
-from sharded_train.scaling_resumed import check_seen
+from sharded_train.scaling_resumed import check_seen, shapes, wanted
 from sharded_train.step import Program, TrainState
 
 LLAMA = MODELS["llama"]
@@ -157,7 +158,8 @@ def test_amax_on_any_mesh_is_that_of_one_device(layout: Layout) -> None:
     weights = [name for name in got if name.endswith("/w")]
     assert {name for name in weights if got[name].tobytes() != want[name].tobytes()} == set()
     assert got["attention/q/x"][0] == want["attention/q/x"][0]
-    assert {n for n in got if got[n] != pytest.approx(want[n], rel=0.5)} == set()
+    near = 0.15 if layout.tensor == layout.sequence == 1 else 0.5  # of one microbatch alone it would be half of it
+    assert {n for n in got if got[n] != pytest.approx(want[n], rel=near)} == set()
 
 
 @pytest.mark.parametrize(
@@ -279,6 +281,21 @@ def test_layers_in_bf16_keep_no_scales() -> None:
     check_seen(p, state, Path("saved"))
     with pytest.raises(ConfigError, match=r"saved has no scales of layers 0, which were in bf16.*recalibrate=true"):
         check_seen(with_ends(p, 0, 1), state, Path("saved"))
+
+
+def test_scales_of_another_kind_are_no_scales() -> None:
+    """CASES 19: histories of another length, or other products', are refused unless they are not needed."""
+    p = program("fp8_delayed")
+    with_ = lambda **fp8: dataclasses.replace(p, precision=PrecisionConfig("fp8_delayed", Fp8Config(**fp8)))
+    stored = lambda program: by_name(program.abstract_checkpoint)
+    assert wanted(p)(Path("saved"), stored(p)) == p.abstract_checkpoint
+    for other in (with_(amax_history_length=4), with_(bf16_products=("down",))):
+        with pytest.raises(ConfigError, match=r"saved has scales of other products, or histories of another length"):
+            wanted(p)(Path("saved"), stored(other))
+        for reader in (wanted(p, to_train=False), wanted(with_(recalibrate=True))):
+            assert shapes(by_name(reader(Path("saved"), stored(other)).scaling)) == shapes(
+                by_name(other.abstract_checkpoint.scaling)
+            )
 
 
 def program(recipe: Recipe, layout: Layout = Layout(data=2)) -> Program:  # noqa: B008

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,12 @@ def losses(workdir: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
+def phases(workdir: Path) -> list[str]:
+    """What took time, over all lives of a run."""
+    lines = map(json.loads, (workdir / "goodput.jsonl").read_text().splitlines())
+    return [line["phase"] for line in lines if "phase" in line]
+
+
 def test_a_run_in_fp8_goes_on_with_its_scales(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """CASES 19: bit for bit with the state; without it an error that says what to do, or measured anew."""
     whole, halves, from_bf16 = (tmp_path / name for name in ("whole", "halves", "from_bf16"))
@@ -49,6 +57,7 @@ def test_a_run_in_fp8_goes_on_with_its_scales(text: Path, tmp_path: Path, capsys
     capsys.readouterr()
     assert train(recipe_of(text), halves) == Exit.DONE
     assert "calibration" not in capsys.readouterr().out
+    assert [phases(whole).count("compile"), phases(halves).count("compile")] == [2, 3]  # calibrating is no step
     assert losses(halves) == losses(whole)
     assert precision_log.read(halves) == precision_log.read(whole)
     told = precision_log.read(whole)
@@ -60,9 +69,14 @@ def test_a_run_in_fp8_goes_on_with_its_scales(text: Path, tmp_path: Path, capsys
     with pytest.raises(ConfigError, match="recalibrate=true"):
         train(recipe_of(text), from_bf16, accept_config_change=True)
     capsys.readouterr()
-    again = recipe_of(text, "precision.fp8.recalibrate=true")
+    again, anew = recipe_of(text, "precision.fp8.recalibrate=true"), shutil.copytree(from_bf16, tmp_path / "anew")
     assert train(again, from_bf16, accept_config_change=True) == Exit.DONE
     assert "calibration" in capsys.readouterr().out
+    for stop_at in (3, 4):  # the same command after a stop is the same run
+        part = dataclasses.replace(again, train=dataclasses.replace(again.train, stop_at=stop_at))
+        assert train(part, anew, accept_config_change=True) in (Exit.DONE, Exit.PREEMPTED)
+    assert "FP8's scales are those of step 3" in capsys.readouterr().out
+    assert losses(anew) == losses(from_bf16)
     assert abs(losses(from_bf16)[4] - losses(whole)[4]) < 0.02
     options: dict[str, Any] = {"max_tokens": 3, "temperature": 0.0, "top_k": None, "num_samples": 1, "seed": 0}
     assert generate(recipe_of(text, "precision.recipe=bf16"), whole, prompt="mesh", json=True, **options) == 0

@@ -20,7 +20,7 @@ class WatchdogConfig:
     """Deadlines in seconds; when one passes, all stacks are printed and the process ends with code 70. 0: none."""
 
     startup: float = 3600.0  # devices, data and the first state
-    compile: float = 3600.0  # the train step
+    compile: float = 3600.0  # the train step, and the program that measures FP8's first scales
     step: float = 1800.0  # from one step to the next, an evaluation between them included
     save: float = 1800.0  # while the loop waits for a checkpoint
     restore: float = 3600.0  # of a checkpoint

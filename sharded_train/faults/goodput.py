@@ -24,7 +24,7 @@ KINDS = {
     "productive": "steps that count",
     "redone": "steps done again after a restart or a roll-back",
     "startup": "imports, devices, data, first state",
-    "compile": "compiling the step",
+    "compile": "compiling the step, FP8's first scales",
     "save": "waiting for checkpoints",
     "restore": "reading checkpoints",
     "evaluate": "validation, and the sample at the end",

@@ -31,7 +31,7 @@ class Fp8Config:
     )
     bf16_products: tuple[ProductName, ...] = ()  # of every layer, that stay in bf16
     bf16_layers: Bf16Layers = dataclasses.field(default_factory=Bf16Layers)  # that stay in bf16 whole
-    recalibrate: bool = False  # measure anew at this start what fp8_delayed scales by, in place of a checkpoint's
+    recalibrate: bool = False  # measure anew what fp8_delayed scales by, but for a checkpoint saved under the same
 
 
 @dataclasses.dataclass(frozen=True)
