@@ -281,7 +281,7 @@ def test_a_swiglu_mlp_on_gaussian_numbers_keeps_20_db(how: Fp8) -> None:
         return linear(jax.nn.silu(linear(x, w["gate"])) * linear(x, w["up"]), w["down"])
 
     def in_fp8(how: Fp8, seen: Any) -> Any:
-        scales = lambda of: {"x": scale_for(of["x"][0], E4M3, 0), "g": scale_for(of["g"][0], E5M2, 0)}
+        scales: Any = lambda of: {"x": scale_for(of["x"][0], E4M3, 0), "g": scale_for(of["g"][0], E5M2, 0)}
         ws = {name: ready(w, how, **(scales(seen[name]) if seen else {})) for name, w in weights.items()}
         got, back = jax.vjp(lambda x, w: mlp(x, w["mlp"]), x.astype(BF16), {"mlp": ws})
         d_x, d_w = back(d_y.astype(BF16))
