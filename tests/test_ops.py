@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from sharded_train.collectives import TensorParallel, all_reduce
 from sharded_train.equivalence import MODELS, SEQ
 from sharded_train.models import decoder
 from sharded_train.models.block import block_of
-from sharded_train.ops import attention, dropout, loss, rope, tiles
+from sharded_train.ops import attention, cudnn, dropout, loss, rope, tiles
 from sharded_train.ops.dot import dot
 from sharded_train.ops.embedding import lookup, own_rows, take
 from sharded_train.ops.linear import linear
@@ -319,6 +320,19 @@ def test_cudnn_is_chosen_where_it_is_exact() -> None:
         assert attention.choose("auto", *unfit) == "xla"
     assert attention.choose("cudnn", "gpu", 256, bf16) == "cudnn"
     assert attention.choose("xla", "gpu", 128, bf16) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("capability", "chosen"), [("7.5", "xla"), ("8.0", "cudnn"), ("10.3", "cudnn"), ("gfx942", "xla")]
+)
+def test_gpus_without_cudnns_attention_do_without(
+    capability: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp16 is for GPUs before Ampere, on which cuDNN's attention does not run; AMD's have no cuDNN at all."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability=capability)])
+    assert attention.choose("auto", "gpu", 64, jnp.dtype(jnp.float16)) == chosen
+    assert cudnn.packs() == (capability == "10.3")
 
 
 # Dropout

@@ -246,8 +246,7 @@ def _own_kv_heads(config: DecoderConfig, w: Any) -> Any:
 
 def attention_out(config: DecoderConfig, a: jax.Array, w: Tree) -> jax.Array:
     """The row-parallel product after attention: `[batch, seq, heads, head_dim]` -> partial sums like the residual."""
-    y = linear(a.reshape(-1, a.shape[2] * a.shape[3]), w["out"])
-    return y.reshape(*a.shape[:2], config.d_model)
+    return linear(a.reshape(-1, a.shape[2] * a.shape[3]), w["out"]).reshape(*a.shape[:2], config.d_model)
 
 
 def mlp_up(config: DecoderConfig, x: Input, w: Tree) -> tuple[jax.Array, ...]:

@@ -17,7 +17,7 @@ from sharded_train.ops.cudnn import Attended, Gradients
 from sharded_train.ops.saved import SAVED
 
 Implementation = Literal["auto", "xla", "cudnn"]
-CUDNN_MAX_HEAD_DIM = 128  # on every GPU from Ampere on
+CUDNN_MAX_HEAD_DIM = 128  # on every GPU from Ampere on, which is the first that has it
 BY_KERNEL = "by_kernel"  # the scope of conditionals in which a layer takes the branch of its window
 Windows = Sequence[int | None]  # of the layers in turn, again and again; None: all keys
 
@@ -27,7 +27,7 @@ def choose(implementation: Implementation, platform: str, head_dim: int, dtype: 
     if implementation != "auto":
         return implementation
     fits = head_dim <= CUDNN_MAX_HEAD_DIM and head_dim % 8 == 0 and dtype.itemsize == 2
-    return "cudnn" if platform == "gpu" and fits else "xla"
+    return "cudnn" if platform == "gpu" and fits and cudnn.capability() >= 8.0 else "xla"
 
 
 class Kernel(NamedTuple):

@@ -12,6 +12,7 @@ q and out are `[batch, seq, heads, head_dim]`, k and v `[batch, keys, kv_heads, 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -25,11 +26,17 @@ OUT_OF_SIGHT = 1e30  # the logsumexp of a query that sees nothing: exp(score - l
 Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def packs() -> bool:
-    """Has cuDNN the packed layout here? From Hopper on; where a program is only compiled it is taken to have it."""
+def capability() -> float:
+    """Compute capability of the GPUs here, 0 of other makers'; what is only compiled is taken to be for new ones."""
     if jax.default_backend() != "gpu":
-        return True
-    return float(jax.local_devices()[0].compute_capability) >= 9.0
+        return math.inf
+    number = jax.local_devices()[0].compute_capability
+    return float(number) if number.replace(".", "", 1).isdigit() else 0.0
+
+
+def packs() -> bool:
+    """Has cuDNN the packed layout here? From Hopper on."""
+    return capability() >= 9.0
 
 
 class Attended(NamedTuple):

@@ -146,12 +146,8 @@ class _Stage:
         return cls(local, pipe, shards, outer, layers, microbatches, key, divisor, axis_index(AXIS))
 
     @property
-    def defers(self) -> bool:
-        return self.pipe.defers
-
-    @property
     def block(self) -> Block:
-        return self.local.block(self.microbatches.numbers.shape[1], halves=not self.defers)
+        return self.local.block(self.microbatches.numbers.shape[1], halves=not self.pipe.defers)
 
     # ---- tables and buffers -----------------------------------------------------------------------------------------
 
@@ -174,7 +170,7 @@ class _Stage:
         sums, nll = {**whole, "layers": layers}, self.zero_nll()
         saved = buffer(saved, slots.num_inputs)
         cotangents, kept = buffer(x, slots.num_cotangents), None
-        if self.defers:
+        if self.pipe.defers:
             now = Now(*[zero] * len(Now._fields))
             kept = compat.zeros_like(lambda: self.backward(now, saved, cotangents, sums, nll))[1]
             kept = buffer(kept, slots.num_kept)
@@ -199,7 +195,7 @@ class _Stage:
 
         state = (self.nothing(), carry.kept, carry.sums, carry.nll)
         d_x, kept, sums, nll = in_place_if(now.backward >= 0, backward, state)
-        if self.defers:
+        if self.pipe.defers:
             sums = in_place_if(now.weights >= 0, lambda sums: self.weights(now, kept, sums), sums)
         return Carry(inputs, saved, cotangents, kept, self.send(y, 1), d_x, sums, nll), None
 
@@ -271,7 +267,7 @@ class _Stage:
 
     def collect(self, grads: Tree, place: jax.Array) -> tuple[Tree, Tree]:
         """What is summed of one layer's gradients, and what is left for later."""
-        if not self.defers:
+        if not self.pipe.defers:
             return self.summed(grads, place), None
         seen = {stack.SEEN: grads[stack.SEEN]} if stack.SEEN in grads else {}
         there, deferred = deferring.later(self.local.model, {b: grads[b] for b in grads if b not in seen})
