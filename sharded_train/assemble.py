@@ -13,7 +13,7 @@ import jax
 from sharded_train import gpu_flags, scaling_resumed
 from sharded_train import recipe as recipes
 from sharded_train import workdir as layout
-from sharded_train.checkpoint import Checkpointer, CheckpointError
+from sharded_train.checkpoint import Checkpointer, CheckpointError, files
 from sharded_train.checkpoint.resuming import Choice
 from sharded_train.data.loader import num_train_steps
 from sharded_train.data.prepare import TextData, prepare
@@ -93,6 +93,12 @@ def checkpointer_of(recipe: Recipe, workdir: Path) -> Checkpointer:
         fallback=settings.fallback_dir,
         timeout=60 * settings.timeout_minutes,
     )
+
+
+def places_of(recipe: Recipe) -> list[Path]:
+    """Where its config says that checkpoints are: places that the workdir's lock does not guard."""
+    settings = recipe.checkpoint
+    return [files.place(place) for place in (settings.dir, settings.fallback_dir) if place is not None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ from rich.console import Console
 
 from sharded_train import assemble, attention_check, config, initial_weights, report
 from sharded_train import workdir as layout
-from sharded_train.checkpoint import Checkpointer, CheckpointError, SavePolicy
+from sharded_train.checkpoint import Checkpointer, CheckpointError, SavePolicy, cloud
+from sharded_train.checkpoint.owner import Owner
 from sharded_train.data.loader import batch_number
 from sharded_train.data.prepare import TextData
+from sharded_train.errors import ConfigError
 from sharded_train.faults import agreement, elastic
-from sharded_train.faults.group import everyone
+from sharded_train.faults.group import Group, everyone
 from sharded_train.faults.guard import Guard
 from sharded_train.faults.health import Diverged, RollBack
 from sharded_train.faults.inspection import Inspection
@@ -75,10 +77,17 @@ def begin(
     agreement.check(group, config.to_dict(recipe), report.versions())
     checkpointer = assemble.checkpointer_of(recipe, workdir)
     stack.enter_context(contextlib.closing(checkpointer))
-    with group.shared_errors():
-        checkpointer.check_addresses()
+    places = assemble.places_of(recipe)
+    _check_places(group, checkpointer, places)
     once = Once(workdir)
     choice, last_step = checkpointer.choose(once.resume(start.resume)), assemble.last_step_of(recipe)
+    known = (workdir / layout.CONFIG).exists()  # else checkpoint.dir may be another run's
+    if not start.accept_config_change:
+        with group.shared_errors():
+            if group.index == 0:
+                layout.check_owners(workdir, [] if choice.steps and not known else places)
+            if choice.steps and not known:
+                layout.check_record(checkpointer.path(choice.step), checkpointer.record(choice.step), recipe)
     if choice.steps and recipe.faults.elastic:
         recipe, adapted = elastic.adapted(recipe, checkpointer.record(choice.step), jax.device_count())
         if adapted:
@@ -95,18 +104,16 @@ def begin(
     with layout.unwritten_if_refused(workdir):
         agreement.probe(group, workdir)
         data = assemble.text_of(recipe, workdir, lambda text: console.print(text, style="dim", markup=False))
+        agreement.same_data(group, assemble.data_record(data))
         startup.mark("data")
         start_step, record = 0, {"tokens_seen": 0}
         if choice.steps:
-            known = (workdir / layout.CONFIG).exists()  # else checkpoint.dir may be another run's
             if known:
                 layout.keep_compiled(workdir)  # what checks the digests is compiled too
             with guard.phase("restore"):
                 resumed = assemble.resume(program, checkpointer, choice, data, other_data=start.accept_config_change)
                 jax.block_until_ready(resumed.state)
             start_step, state, record = resumed.step, resumed.state, resumed.record
-            if start_step and not known and not start.accept_config_change:
-                layout.check_record(checkpointer.path(start_step), record, recipe)
         elif start.initial is None:
             state = program.init(recipe.train.seed)
         else:
@@ -119,6 +126,7 @@ def begin(
         workdir.mkdir(parents=True, exist_ok=True)
         lock.take()
         once.done(start.resume)
+        checkpointer.claim(Owner(layout.named(workdir), str(workdir.absolute())), places)
         layout.claim(workdir, recipe, data.tokenizer.backend.to_str())
     guard.claimed(workdir, lock)
     layout.keep_compiled(workdir)
@@ -143,6 +151,25 @@ def begin(
         Inspection(recipe.faults, program.mesh, program.abstract_state, group),
     )
     return run, state
+
+
+def _check_places(group: Group, checkpointer: Checkpointer, places: Sequence[Path]) -> None:
+    """Raises ConfigError if no place can be written by all processes; where another one can, it is told.
+
+    The workdir is looked at with all that lies in it.
+    """
+    problems = []
+    for place in places:
+        try:
+            with group.shared_errors():
+                checkpointer.check_place(place)
+            if not cloud.is_address(place):
+                agreement.probe(group, place)
+        except ConfigError as error:
+            problems += error.problems
+            checkpointer.remarks.append(f"no checkpoint can be saved there: {'; '.join(error.problems)}")
+    if len(checkpointer.remarks) == len(checkpointer.directories):
+        raise ConfigError(problems)
 
 
 def rolled_back(run: Run, fault: RollBack) -> tuple[Run, TrainState]:

@@ -7,9 +7,13 @@ import signal
 
 
 class Unanswered(OSError):
-    """A store does not answer, or not to us: that says nothing about what it holds. The command tells the advice."""
+    """A store does not answer, or `said_no`: that says nothing about what it holds. The command tells the advice."""
 
     ADVICE = "Is the network up, is the bucket's name right, and may these credentials read it? Then run this again."
+
+    def __init__(self, message: str, said_no: bool = False):
+        super().__init__(message)
+        self.said_no = said_no
 
 
 class Exit(enum.IntEnum):

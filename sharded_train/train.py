@@ -13,7 +13,7 @@ import jax
 from sharded_train import assemble, config, initial_weights, memory, report, train_precision
 from sharded_train import workdir as layout
 from sharded_train.begin import Run, Start, begin, rolled_back
-from sharded_train.checkpoint import Checkpointer, CheckpointError, DamagedData, NotSaved
+from sharded_train.checkpoint import Checkpointer, CheckpointError, DamagedData, NotSaved, Unreadable
 from sharded_train.data.loader import Batches, Loader, batch_number
 from sharded_train.errors import ConfigError
 from sharded_train.evaluate import Validation, in_words, validate
@@ -94,7 +94,11 @@ def _train(recipe: Recipe, workdir: Path, start: Start, guard: Guard) -> int:
     return code
 
 
-_CODES: dict[type[Exception], Exit] = {DamagedData: Exit.DAMAGED, NotSaved: Exit.SAVE_FAILED}
+_CODES: dict[type[Exception], Exit] = {
+    DamagedData: Exit.DAMAGED,
+    NotSaved: Exit.SAVE_FAILED,
+    Unreadable: Exit.RETRYABLE,
+}
 
 
 def _compiled(run: Run) -> jax.stages.Compiled:

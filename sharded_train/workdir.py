@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import re
+import secrets
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ import jax
 
 from sharded_train import config, params
 from sharded_train import recipe as recipes
-from sharded_train.checkpoint import files
+from sharded_train.checkpoint import files, owner
 from sharded_train.errors import ConfigError
 from sharded_train.recipe import Recipe
 
 CONFIG = "config.json"  # of the last `train` there; each checkpoint's record holds the one it was made under
+RUN = "run"  # its name in places for checkpoints that are not in the workdir
 TOKENIZER = "tokenizer.json"
 METRICS = "metrics.jsonl"
 PRECISION = "precision.jsonl"
@@ -117,6 +118,32 @@ def check_record(path: Path, run: dict[str, Any], recipe: Recipe) -> None:
         )
 
 
+def check_owners(workdir: Path, places: Iterable[Path]) -> None:
+    """Raises ConfigError if a place for checkpoints is that of another run than the one in `workdir`, if there is one.
+
+    Not for a new workdir that takes up what it finds there, see `check_record`.
+    """
+    for place in places:
+        there = owner.read(place)
+        if there is not None and there.run != _name(workdir):
+            raise ConfigError(
+                f"{place} is that of {there.words}: give each run a checkpoint.dir and a fallback_dir of its own, or "
+                "take this one over with --accept-config-change; that run can then save no more"
+            )
+
+
+def _name(workdir: Path) -> str | None:
+    path = workdir / RUN
+    return path.read_text() if path.exists() else None
+
+
+def named(workdir: Path) -> str:
+    """What the run in a workdir is known by, wherever that is moved or mounted; from now on, if it has no name."""
+    if (name := _name(workdir)) is None:
+        files.write(workdir / RUN, (name := secrets.token_hex(8)).encode())
+    return name
+
+
 def _arrays(recipe: Recipe) -> tuple[Any, ...]:
     """What decides which arrays a run's state has, and of which shapes and dtypes."""
     shapes = {name: spec.shape for name, spec in params.named_leaves(recipe.model.param_specs())}
@@ -167,13 +194,8 @@ def unwritten_if_refused(workdir: Path) -> Iterator[None]:
 
 
 def _check_new(workdir: Path) -> None:
-    parent = workdir
-    while not parent.exists() and parent != parent.parent:
-        parent = parent.parent
-    if not parent.is_dir():
-        raise ConfigError(f"{workdir} cannot be a directory: {parent} is a file")
-    if not os.access(parent, os.W_OK):
-        raise ConfigError(f"{workdir} cannot be written: no permission in {parent}")
+    if problem := files.hindrance(workdir):
+        raise ConfigError(problem)
     taken = [name for name in (CHECKPOINTS, METRICS, TENSORBOARD, PROFILE, COMPILED) if (workdir / name).exists()]
     if taken:
         raise ConfigError(

@@ -604,15 +604,58 @@ def test_a_change_is_accepted_when_told_so(text: Path, half: Ended) -> None:
 
 
 def test_a_new_workdir_does_not_take_over_the_checkpoints_of_another_run(
-    text: Path, half: Ended, tmp_path: Path
+    text: Path, half: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And is refused before anything takes time."""
     there = f"checkpoint.dir={copy_of(half, tmp_path) / workdirs.CHECKPOINTS}"
+    other = recipe_of(text, there, "schedule.learning_rate=0.5")
+    monkeypatch.setattr(assemble, "program_of", None)
     with pytest.raises(
         ConfigError, match=r"another config \(there -> here\):\s*config.schedule.learning_rate: .*-> 0.5"
     ):
-        train(recipe_of(text, there, "schedule.learning_rate=0.5"), tmp_path / "other")
+        train(other, tmp_path / "other")
     assert not (tmp_path / "other").exists()
-    assert train(recipe_of(text, there, "train.stop_at=6"), tmp_path / "same") == Exit.DONE
+
+
+def test_a_place_for_checkpoints_is_one_runs(
+    text: Path, half: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new workdir goes on with those of its own config; then the one before is refused, and so is any other run."""
+    place = tmp_path / "place"
+    shutil.copytree(half.workdir / workdirs.CHECKPOINTS, place)
+    at = lambda step, *changes: recipe_of(text, f"checkpoint.dir={place}", f"train.stop_at={step}", *changes)
+    assert train(at(6), tmp_path / "one") == Exit.DONE
+    assert train(at(7), tmp_path / "two") == Exit.DONE
+    monkeypatch.setattr(assemble, "program_of", None)
+    theirs = (
+        rf"{place} is that of the run in {tmp_path}/two, started by process {os.getpid()} on .*--accept-config-change"
+    )
+    with pytest.raises(ConfigError, match=theirs):
+        train(at(8), tmp_path / "one")
+    for step in place.glob("[0-9]*"):  # what has saved nothing yet is not to be saved to by another either
+        shutil.rmtree(step)
+    with pytest.raises(ConfigError, match=theirs):
+        train(at(8, "train.seed=3"), tmp_path / "three")
+    assert not (tmp_path / "three").exists()
+
+
+@pytest.mark.parametrize("there_is_another", [False, True])
+def test_a_place_for_checkpoints_that_cannot_be_written_is_named_at_the_start(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], there_is_another: bool
+) -> None:
+    (tmp_path / "file").write_text("")
+    places = [f"checkpoint.dir={tmp_path}/file/checkpoints"]
+    places += [f"checkpoint.fallback_dir={tmp_path}/second"] if there_is_another else []
+    recipe = recipe_of(text, *places, "train.stop_at=1", "checkpoint.max_failures=1", "evaluate.every=0")
+    words = f"{tmp_path}/file/checkpoints cannot be a directory: {tmp_path}/file is a file"
+    if there_is_another:
+        assert train(recipe, tmp_path / "run") == Exit.DONE
+        assert f"note: no checkpoint can be saved there: {words}" in capsys.readouterr().err
+        assert Checkpointer(tmp_path / "second").steps() == [1]
+    else:
+        with pytest.raises(ConfigError, match=words):
+            train(recipe, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
 
 
 def test_weights_that_are_not_finite_are_not_saved(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from sharded_train.checkpoint import cloud, files, record, restoring, resuming, saving
+from sharded_train.checkpoint import owner as owners
 from sharded_train.checkpoint.errors import CheckpointError, Damage, reason
+from sharded_train.checkpoint.owner import Owner
 from sharded_train.checkpoint.peers import Peers
 from sharded_train.checkpoint.record import Verified
 from sharded_train.checkpoint.resuming import Choice
 from sharded_train.errors import ConfigError
+from sharded_train.exits import Unanswered
 
 _SEEN = 120.0  # seconds: network file systems remember for up to a minute what was not there
 
@@ -46,18 +50,33 @@ class Checkpointer:
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, Future[str | None]] | None = None
         self._attempts = 0
+        self._owners: dict[Path, Owner] = {}
 
     @property
     def directories(self) -> list[Path]:
         return [self.directory] if self.fallback is None else [self.directory, self.fallback]
 
-    def check_addresses(self) -> None:
-        """Raises ConfigError where a bucket cannot be written from here: a disk tells at once, a bucket in minutes."""
-        for directory in filter(cloud.is_address, self.directories):
+    def check_place(self, directory: Path) -> None:
+        """Raises ConfigError where a place for checkpoints cannot be written from here, before hours of work need it.
+
+        Raises Unanswered where a bucket may answer later. On a disk nothing is made.
+        """
+        if cloud.is_address(directory):
             try:
                 files.try_to_write(directory, self.peers.index)
-            except OSError as error:
-                raise ConfigError(f"{directory} cannot be written from here: {reason(error)}") from error
+            except Unanswered as error:
+                if error.said_no:
+                    raise ConfigError(f"{directory} cannot be written from here: {reason(error)}") from error
+                raise
+        elif problem := files.hindrance(directory):
+            raise ConfigError(problem)
+
+    def claim(self, owner: Owner, places: Iterable[Path]) -> None:
+        """For process 0: from now on these places are the owner's, and saves fail where they have become another's."""
+        for place in places:
+            with contextlib.suppress(OSError):  # one that cannot be written now may be when it is needed
+                owner.write(place)
+                self._owners[place] = owner
 
     def steps(self) -> list[int]:
         """Steps with a verified checkpoint, ascending, as this process sees the directories."""
@@ -210,6 +229,9 @@ class Checkpointer:
         try:
             if (path := self._found(step)) is not None:
                 return f"{path} is already there: move it away to save step {step} again"
+            ours = self._owners.get(self.saves_to)
+            if ours is not None and (now := owners.read(self.saves_to)) is not None and now != ours:
+                return f"{self.saves_to} is by now that of {now.words}: give each run a place of its own"
             files.remove_leftovers(self.saves_to)
         except OSError as error:
             return f"what is left of other saves in {self.saves_to} cannot be removed: {reason(error)}"

@@ -13,6 +13,8 @@ import hashlib
 import importlib.util
 import logging
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -23,6 +25,7 @@ from sharded_train.errors import ConfigError
 from sharded_train.exits import Unanswered
 
 _PIECE = 16 << 20  # bytes read at once
+_SILENCE = 5.0  # seconds without an answer that somebody who waits is told of
 _T = TypeVar("_T")
 
 
@@ -203,12 +206,21 @@ def _key(path: Path) -> str:
 
 def _ask(path: Path, do: Callable[[Any], _T]) -> _T:
     """What the store answers. Raises Unanswered where it does not: that says nothing about the objects."""
+    text = f"note: {path}: no answer for {_SILENCE:g} s; it is asked again for up to a minute"
+    waiting = threading.Timer(_SILENCE, print, [text], {"file": sys.stderr, "flush": True})
+    waiting.daemon = True
+    waiting.start()
     try:
         return do(_store())
     except (FileNotFoundError, Damage):
         raise
     except Exception as error:
-        raise Unanswered(f"{path}: {type(error).__name__}: {error}") from None
+        from gcsfs.retry import is_retriable
+
+        said_no = not (is_retriable(error) or isinstance(error, TimeoutError))
+        raise Unanswered(f"{path}: {type(error).__name__}: {error}", said_no) from None
+    finally:
+        waiting.cancel()
 
 
 @functools.cache

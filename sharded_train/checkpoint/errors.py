@@ -20,6 +20,10 @@ class NotSaved(CheckpointError):
     """Saves failed so often that the run must not go on; what is on disk is as it was."""
 
 
+class Unreadable(CheckpointError):
+    """Checkpoints could not be read for a reason that lies in the machine or on the way: they may be as they should."""
+
+
 class DamagedData(CheckpointError):
     """There are checkpoints and none of them can be used: nobody but a person may decide to do without."""
 

@@ -236,6 +236,16 @@ def try_to_write(directory: Path, index: int) -> None:
     probe.unlink(missing_ok=True)  # process 0 may be clearing up what others left
 
 
+def hindrance(directory: Path) -> str | None:
+    """Why a directory cannot be made, or written in, as far as that can be told without trying."""
+    parent = directory
+    while not parent.exists() and parent != parent.parent:
+        parent = parent.parent
+    if not parent.is_dir():
+        return f"{directory} cannot be a directory: {parent} is a file"
+    return None if os.access(parent, os.W_OK) else f"{directory} cannot be written: no permission in {parent}"
+
+
 def free_bytes(directory: Path) -> int:
     """What this user may still write to the disk of a directory."""
     if cloud.is_address(directory):

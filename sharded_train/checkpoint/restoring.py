@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from sharded_train.checkpoint import arrays, digest, record
-from sharded_train.checkpoint.errors import CheckpointError, Damage, is_passing, reason
+from sharded_train.checkpoint.errors import Damage, Unreadable, is_passing, reason
 from sharded_train.checkpoint.leaves import by_name, differences
 from sharded_train.checkpoint.peers import Peers
 from sharded_train.checkpoint.record import Verified
@@ -21,7 +21,7 @@ def load(path: Path, verified: Verified, abstract_state: Any, peers: Peers) -> A
 
     Every process calls it and reads its own shards.
 
-    Raises ConfigError if it is another model's, Damage if it is not what was saved, CheckpointError if the cause lies
+    Raises ConfigError if it is another model's, Damage if it is not what was saved, Unreadable if the cause lies
     elsewhere (no permission, no memory).
     """
     if callable(abstract_state):
@@ -69,6 +69,6 @@ def all_agree(peers: Peers, path: Path, do: Callable[[Path], Any]) -> Any:
             kind, why = other
             who = f"process {index}: " if peers.count > 1 else ""
             if kind == "passing":
-                raise CheckpointError(f"{path} could not be read: {who}{why}")
+                raise Unreadable(f"{path} could not be read: {who}{why}")
             raise Damage(f"{who}{why}")
     return result

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sharded_train.checkpoint import files, record, restoring
-from sharded_train.checkpoint.errors import Damage, DamagedData, is_passing, reason
+from sharded_train.checkpoint.errors import Damage, DamagedData, Unreadable, is_passing, reason
 from sharded_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class Choice:
             raise ConfigError(value)
         if kind == "damaged":
             raise DamagedData(value)
+        if kind == "unreadable":
+            raise Unreadable(value)
         steps, damaged, exact, anew = value
         return cls(tuple(steps), {int(step): why for step, why in damaged}, exact, anew)
 
@@ -72,7 +74,7 @@ def chosen(checkpointer: Checkpointer, resume: str) -> list[Any]:
             record.check_files(checkpointer.path(step), record.read(checkpointer.path(step), step))
         except Exception as error:
             if is_passing(error):
-                return ["damaged", f"{checkpointer.path(step)} could not be read: {reason(error)}"]
+                return ["unreadable", f"{checkpointer.path(step)} could not be read: {reason(error)}"]
             damaged.append((step, reason(error)))
             continue
         return ["chosen", [steps[i:], damaged, False, False]]

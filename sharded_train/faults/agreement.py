@@ -43,6 +43,29 @@ def check(group: Group, settings: Mapping[str, Any], versions: Mapping[str, str]
     )
 
 
+def same_data(group: Group, described: Mapping[str, Any]) -> None:
+    """Raises ConfigError, on all processes, if one has other text than process 0: each trains on its own part of it.
+
+    `described` is what a checkpoint says of its data, with the fingerprint.
+    """
+    if len(set(group.gather(described["fingerprint"]))) == 1:
+        return
+    first, *others = [json.loads(text) for text in group.gather(json.dumps(described))]
+    found = [
+        f"  process {i}: {key}: {first[key]} -> {other.get(key)}"
+        for i, other in enumerate(others, 1)
+        for key in first
+        if first[key] != other.get(key)
+    ]
+    raise ConfigError(
+        [
+            "the processes of this run have different data (process 0 -> the other):",
+            *_shortened(found),
+            "Do all hosts have the same files, and, where data.files are relative, the same working directory?",
+        ]
+    )
+
+
 def same_program(group: Group, text: Callable[[], str]) -> None:
     """Raises ConfigError, on all processes, if one would compile another program; `text()` is what XLA is given."""
     if group.count == 1:
@@ -110,7 +133,7 @@ def _see(file: Path, wait: float, what: str) -> None:
         if time.monotonic() > end:
             raise ConfigError(
                 f"{file.parent} is not the same directory for all processes: {what} is not seen here after {wait:g} s; "
-                "--workdir must be on a file system that all hosts share"
+                "it must be on a file system that all hosts share"
             )
         time.sleep(0.1)
 
@@ -125,4 +148,8 @@ def _differences(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
         for name in packages
         if first["packages"].get(name) != other["packages"].get(name)
     ]
+    return _shortened(found)
+
+
+def _shortened(found: list[str]) -> list[str]:
     return [*found[:_MOST], *([f"and {len(found) - _MOST} more"] if len(found) > _MOST else [])]

@@ -77,6 +77,19 @@ def test_the_code_has_one_digest() -> None:
     assert agreement.code_digest() == agreement.code_digest()
 
 
+def test_other_data_is_named_by_what_differs() -> None:
+    def check(group: Group) -> None:
+        size = 7 if group.index == 1 else 8
+        agreement.same_data(group, {"fingerprint": f"of {size}", "num_documents": size, "files": ["a.txt"]})
+
+    told = processes(3, check)
+    assert told[0] == told[1] == told[2]
+    assert told[0][1:3] == ["  process 1: fingerprint: of 8 -> of 7", "  process 1: num_documents: 8 -> 7"]
+    assert len(told[0]) == 4
+    alike = lambda group: agreement.same_data(group, {"fingerprint": "one", "num_documents": group.index})
+    assert processes(2, alike) == [[], []]
+
+
 def test_another_program_is_named() -> None:
     told = processes(3, lambda group: agreement.same_program(group, lambda: f"program {group.index // 2}"))
     assert told[0] == told[1] == told[2]

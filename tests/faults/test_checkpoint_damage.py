@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import checkpoint_faults
-from sharded_train.checkpoint import Checkpointer, CheckpointError, DamagedData, record, resuming
+from sharded_train.checkpoint import Checkpointer, DamagedData, Unreadable, record, resuming
 from sharded_train.checkpoint.errors import Damage
 from sharded_train.errors import ConfigError
 
@@ -138,12 +138,12 @@ def test_a_machine_that_cannot_read_is_no_damage(copy: Checkpointer, monkeypatch
 
     before = sorted(os.listdir(copy.directory))
     monkeypatch.setattr(record, "check_files", fail)
-    with pytest.raises(DamagedData, match="could not be read: PermissionError"):
+    with pytest.raises(Unreadable, match="could not be read: PermissionError"):
         copy.choose("auto")
     monkeypatch.undo()
     choice = copy.choose("auto")
     monkeypatch.setattr(record, "check_files", fail)
-    with pytest.raises(CheckpointError, match="could not be read: PermissionError"):
+    with pytest.raises(Unreadable, match="could not be read: PermissionError"):
         copy.resume(choice, ABSTRACT, lambda path, run: None)
     assert sorted(os.listdir(copy.directory)) == before
 

@@ -22,10 +22,19 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sharded_train.checkpoint import CheckpointConfig, Checkpointer, CheckpointError, DamagedData, cloud, files, record
+from sharded_train.checkpoint import (
+    CheckpointConfig,
+    Checkpointer,
+    CheckpointError,
+    DamagedData,
+    Unreadable,
+    cloud,
+    files,
+    record,
+)
 from sharded_train.checkpoints_verb import checkpoints
 from sharded_train.errors import ConfigError
-from sharded_train.exits import Exit
+from sharded_train.exits import Exit, Unanswered
 from sharded_train.launch_verb import free_port
 from tests.gcs_stand_in import Bucket, serving
 
@@ -193,7 +202,7 @@ def test_where_all_are_damaged_nothing_is_changed(bucket: Bucket) -> None:
 def test_a_store_that_does_not_answer_is_no_damage(bucket: Bucket) -> None:
     before = dict(bucket.objects)
     bucket.refuse = lambda method, name: 403 if "/3/" in name else None
-    with pytest.raises(DamagedData, match=r"could not be read.*orbidden"):
+    with pytest.raises(Unreadable, match=r"could not be read.*orbidden"):
         resumed(Checkpointer(DIRECTORY))
     bucket.refuse = lambda method, name: 403 if "/3/state/d/" in name else None
     with pytest.raises((CheckpointError, OSError)):
@@ -284,7 +293,28 @@ def test_without_gcsfs_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_bucket_that_cannot_be_written_is_refused_at_the_start(bucket: Bucket) -> None:
     bucket.refuse = lambda method, name: 403
     with pytest.raises(ConfigError, match=f"{DIRECTORY} cannot be written from here: .*orbidden"):
-        Checkpointer(DIRECTORY).check_addresses()
+        Checkpointer(DIRECTORY).check_place(files.place(DIRECTORY))
+
+
+@needs_gcsfs
+def test_a_bucket_that_may_answer_later_is_told_of_and_no_refusal(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As under `launch`, which then starts the run again."""
+    monkeypatch.setattr(cloud, "_SILENCE", 0.2)
+    bucket.refuse = lambda method, name: time.sleep(0.5)
+    Checkpointer(DIRECTORY).check_place(files.place(DIRECTORY))
+    assert f"/checkpoints/.probe-0-{os.getpid()}: no answer for 0.2 s; it is asked again" in capsys.readouterr().err
+
+    class Down:
+        def pipe_file(self, *_: Any) -> None:
+            raise HttpError({"code": 503, "message": "busy"})
+
+    from gcsfs.retry import HttpError
+
+    monkeypatch.setattr(cloud, "_store", Down)
+    with pytest.raises(Unanswered, match="busy, 503"):
+        Checkpointer(DIRECTORY).check_place(files.place(DIRECTORY))
 
 
 def children(num_processes: int, num_steps: int) -> list[subprocess.Popen[bytes]]:
