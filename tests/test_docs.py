@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from docs import config_reference
+from tests.test_rooms import FILES, LEVEL, PACKAGE
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -44,6 +45,16 @@ class _Options:
         2,
     )
     third: str = "# none"
+
+
+def test_the_order_of_reading_has_every_file_of_the_core_once() -> None:
+    order = (ROOT / "docs/architecture.md").read_text().partition("## Reading it")[2].partition("Then the run")[0]
+    core = [path for path in FILES if LEVEL[path.relative_to(PACKAGE).parts[0].removesuffix(".py")] <= 2]
+    links = [PACKAGE / link.removeprefix("../sharded_train/") for link in LINK.findall(order)]
+    for path in core:
+        assert sum(path.is_relative_to(link) for link in links) == (path.stem != "__init__" or path.parent in links), (
+            path
+        )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
