@@ -11,7 +11,7 @@ from typing import NoReturn
 from sharded_train import __version__, launch, options
 from sharded_train.config import repeated, split_arguments
 from sharded_train.errors import ConfigError, did_you_mean
-from sharded_train.exits import Exit, Unanswered
+from sharded_train.exits import Exit, Failure, Unanswered
 from sharded_train.faults import progress
 from sharded_train.verbs import VERBS, Verb
 
@@ -24,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return Exit.CONFIG
+    except Failure as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.code
     except Unanswered as error:
         print(f"error: {error}\n{error.ADVICE}", file=sys.stderr)
         return Exit.RETRYABLE

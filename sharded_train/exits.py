@@ -50,6 +50,13 @@ _MEANINGS = {
     Exit.INTERRUPTED: "stopped at once",
 }
 
+
+class Failure(RuntimeError):
+    """What ends a command for a reason that its message tells, with `code`."""
+
+    code = Exit.FAILED
+
+
 # After these a restart would come to the same, or is not wanted.
 FINAL: frozenset[int] = frozenset(
     {Exit.DONE, Exit.FAILED, Exit.CONFIG, Exit.DAMAGED, Exit.IN_USE, Exit.SAVE_FAILED, Exit.PREEMPTED}

@@ -91,11 +91,13 @@ def free_port() -> int:
 
 
 def workdir_of(command: Sequence[str]) -> Path:
-    """What follows --workdir. Raises ConfigError if nothing does."""
-    for argument, following in zip(command, [*command[1:], ""], strict=True):
+    """What follows --workdir, the last of several. Raises ConfigError if nothing does, or nothing that is a path."""
+    for argument, following in [*zip(command, [*command[1:], ""], strict=True)][::-1]:
         name, _, value = argument.partition("=")
-        if name == "--workdir" and (value or following):
-            return Path(value or following)
+        if name == "--workdir" and (found := value or following):
+            if "://" in found:
+                raise ConfigError(f"launch: --workdir={found} is an address; wanted a path, where logs can be written")
+            return Path(found)
     raise ConfigError("launch: the command after -- needs --workdir=DIR: restarts go on from its checkpoints")
 
 

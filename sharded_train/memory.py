@@ -11,6 +11,7 @@ import jax
 from sharded_train import recipe as recipes
 from sharded_train.config import to_dict
 from sharded_train.errors import ConfigError
+from sharded_train.exits import Failure
 from sharded_train.mesh import layout, stand_ins
 from sharded_train.recipe import Recipe
 from sharded_train.recipe_checks import axis_sizes
@@ -22,7 +23,7 @@ MASTERS, MOMENTS = "master weights", "moments"
 WEIGHTS, GRADIENTS, ACTIVATIONS = "gathered weights", "gradients", "activations and temporaries"
 
 
-class OutOfMemory(RuntimeError):
+class OutOfMemory(Failure):
     """A step does not fit on the devices; the message has the arrays and what would shrink them."""
 
 

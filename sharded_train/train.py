@@ -13,11 +13,11 @@ import jax
 from sharded_train import assemble, config, initial_weights, memory, report, train_precision
 from sharded_train import workdir as layout
 from sharded_train.begin import Run, Start, begin, rolled_back
-from sharded_train.checkpoint import Checkpointer, CheckpointError, DamagedData, NotSaved, Unreadable
+from sharded_train.checkpoint import Checkpointer
 from sharded_train.data.loader import Batches, Loader, batch_number
 from sharded_train.errors import ConfigError
 from sharded_train.evaluate import Validation, in_words, validate
-from sharded_train.exits import Exit
+from sharded_train.exits import Exit, Failure
 from sharded_train.faults import agreement
 from sharded_train.faults.group import everyone
 from sharded_train.faults.guard import Guard
@@ -82,9 +82,8 @@ def _train(recipe: Recipe, workdir: Path, start: Start, guard: Guard) -> int:
     except InUse as error:
         print(f"error: {error}", file=sys.stderr)
         return Exit.IN_USE
-    except (CheckpointError, Diverged, memory.OutOfMemory) as error:
-        problem = str(error)
-        code = _CODES.get(type(error), Exit.FAILED)
+    except Failure as error:
+        problem, code = str(error), error.code
     except jax.errors.JaxRuntimeError as error:
         if not memory.is_out_of_memory(error):
             raise
@@ -92,13 +91,6 @@ def _train(recipe: Recipe, workdir: Path, start: Start, guard: Guard) -> int:
         code = Exit.FAILED
     print(f"error: {problem}", file=sys.stderr)
     return code
-
-
-_CODES: dict[type[Exception], Exit] = {
-    DamagedData: Exit.DAMAGED,
-    NotSaved: Exit.SAVE_FAILED,
-    Unreadable: Exit.RETRYABLE,
-}
 
 
 def _compiled(run: Run) -> jax.stages.Compiled:

@@ -15,6 +15,7 @@ import pytest
 
 from sharded_train import launch
 from sharded_train.__main__ import main
+from sharded_train.checkpoint import CheckpointError, DamagedData
 from sharded_train.config import to_dict
 from sharded_train.config_file import CONFIGS
 from sharded_train.errors import ConfigError
@@ -206,15 +207,28 @@ def test_config_errors_of_a_verb_are_told_the_same_way(
     assert refused(capsys, "show", QUICKSTART) == ["one", "two"]
 
 
-def test_a_store_that_does_not_answer_is_told_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, calls: list[Any], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "code", "more"),
+    [
+        (Unanswered("gs://bucket/x: no route"), Exit.RETRYABLE, [Unanswered.ADVICE]),
+        (CheckpointError("gs://bucket/x: no route"), Exit.FAILED, []),
+        (DamagedData("gs://bucket/x: no route"), Exit.DAMAGED, []),
+    ],
+)
+def test_what_a_verb_cannot_go_on_for_is_told_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+    calls: list[Any],
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    code: Exit,
+    more: list[str],
 ) -> None:
     def fails(*_: Any, **__: Any) -> None:
-        raise Unanswered("gs://bucket/x: no route")
+        raise error
 
     monkeypatch.setattr(sys.modules["sharded_train.show"], "show", fails)
-    assert main(["show", QUICKSTART]) == Exit.RETRYABLE
-    assert capsys.readouterr().err.splitlines() == ["error: gs://bucket/x: no route", Unanswered.ADVICE]
+    assert main(["show", QUICKSTART]) == code
+    assert capsys.readouterr().err.splitlines() == ["error: gs://bucket/x: no route", *more]
 
 
 def test_control_c(monkeypatch: pytest.MonkeyPatch, calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -379,6 +393,7 @@ def test_sampling_options_have_bounds(option: str, capsys: pytest.CaptureFixture
         (["launch", "--processes=2"], "launch needs a command after --"),
         (["launch", "--processes=2", "--", "evaluate", "--workdir=w"], "launch supervises train, not evaluate"),
         (["launch", "--processes=2", "--", "train", "--config=c.py"], "needs --workdir=DIR"),
+        (["launch", "--processes=2", "--", "train", "--workdir=w", "--workdir=gs://b/w"], "gs://b/w is an address"),
         (["launch", "--processes=2", "--", "train", "--workdir=w", "--process-id=1"], "--process-id=1 after --"),
         (["launch", "--processes=1", "--hosts=2", "--", "train", "--workdir", "w"], "needs --coordinator=HOST:PORT"),
         (

@@ -180,7 +180,7 @@ class Checkpointer:
             "There is no checkpoint before it."
             if before is None
             else f"The one before it is that of step {before}. To resume from there, move this one away:\n"
-            f"  mv {path} {path}.{files.DAMAGED}"
+            f"  {'gcloud storage mv' if cloud.is_address(path) else 'mv'} {path} {path}.{files.DAMAGED}"
         )
         return CheckpointError(f"{path} cannot be read: {reason(error)}\n{advice}")
 

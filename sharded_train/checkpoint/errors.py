@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-from sharded_train.exits import Unanswered
+from sharded_train.exits import Exit, Failure, Unanswered
 
 _PASSING = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
 
@@ -12,20 +12,26 @@ _PASSING_WORDS = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAUTHENTICATED", 
 _CLIENTS = {"gcsfs", "aiohttp", "google"}  # what they raise is about the way to the data
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(Failure):
     """A checkpoint could not be written or read; the message names it, the reason and what to do."""
 
 
 class NotSaved(CheckpointError):
     """Saves failed so often that the run must not go on; what is on disk is as it was."""
 
+    code = Exit.SAVE_FAILED
+
 
 class Unreadable(CheckpointError):
     """Checkpoints could not be read for a reason that lies in the machine or on the way: they may be as they should."""
 
+    code = Exit.RETRYABLE
+
 
 class DamagedData(CheckpointError):
     """There are checkpoints and none of them can be used: nobody but a person may decide to do without."""
+
+    code = Exit.DAMAGED
 
 
 class Damage(ValueError):

@@ -243,7 +243,11 @@ def hindrance(directory: Path) -> str | None:
         parent = parent.parent
     if not parent.is_dir():
         return f"{directory} cannot be a directory: {parent} is a file"
-    return None if os.access(parent, os.W_OK) else f"{directory} cannot be written: no permission in {parent}"
+    return (
+        None
+        if os.access(parent, os.W_OK)
+        else f"{directory} cannot be written: no permission in {parent}, or it is read-only"
+    )
 
 
 def free_bytes(directory: Path) -> int:

@@ -10,13 +10,14 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 
+from sharded_train.exits import Failure
 from sharded_train.faults.config import FaultsConfig
 
 _LEAST = 16  # losses that a spread can be told from
 _FLOOR = 1e-3  # of the median: a spread smaller than that is rounding, not noise
 
 
-class Diverged(RuntimeError):
+class Diverged(Failure):
     """A loss, gradient norm or weight is not finite, and nothing that is allowed mends it."""
 
     def __init__(self, step: int, what: str):

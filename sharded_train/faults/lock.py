@@ -98,7 +98,12 @@ class WorkdirLock:
             raise InUse(f"{self._path.parent} was taken over by another run, {self._taken_by.words}: this one ends")
 
     def _open(self, flags: int) -> None:
-        file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
+        try:
+            file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+            raise ConfigError(f"{self._path} cannot be opened to be written: {error.strerror}") from error
         try:
             held = _lock(file)
             owner, beat = _read(file)

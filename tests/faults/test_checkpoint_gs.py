@@ -395,7 +395,9 @@ def test_a_run_keeps_its_checkpoints_there_and_goes_on_from_them_elsewhere(
     assert train(recipe(3), tmp_path / "two") == Exit.DONE
     lines = (tmp_path / "two/metrics.jsonl").read_text().splitlines()
     assert {json.loads(line)["step"] for line in lines} == {3}
-    assert folders(bucket) == {"2", "3"}
+    assert folders(bucket) == {"2", "3", "OWNER"}
+    with pytest.raises(ConfigError, match=f"{DIRECTORY} is that of the run in {tmp_path}/two, started by process"):
+        train(recipe(3), tmp_path / "one")
     elsewhere = dataclasses.replace(recipe(3), checkpoint=CheckpointConfig())
     with pytest.raises(ConfigError, match=r"config\.checkpoint\.dir"):
         train(elsewhere, tmp_path / "two")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from sharded_train.errors import ConfigError
 from sharded_train.faults import lock as locks
 from sharded_train.faults.lock import FILE, InUse, WorkdirLock
 
@@ -79,6 +80,24 @@ def test_a_forked_child_that_lives_on_does_not_keep_it(tmp_path: Path) -> None:
     finally:
         os.kill(child, 9)
         process.stdout.close()
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_workdir_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    (tmp_path / FILE).write_text("")
+
+    def opened(path: Path, flags: int, mode: int) -> int:
+        assert flags & os.O_RDWR
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(locks.os, "open", opened)
+    with (
+        WorkdirLock(tmp_path) as lock,
+        pytest.raises(ConfigError, match=f"{tmp_path}/lock cannot be .*{os.strerror(number)}"),
+    ):
+        lock.take_if_there()
 
 
 def record(**changes: Any) -> str:
