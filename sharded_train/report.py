@@ -74,7 +74,8 @@ def _rows(
     yield "devices", f"{f'{product} = ' if product else ''}{mesh['num_devices']:,} × {device.device_kind}"
     for axis in split:
         yield f"  {axis}", mesh["links"][axis]["words"]
-    yield "model", f"{facts['num_parameters']:,} parameters, computing in {facts['compute_dtype']}"
+    in_fp8 = f", its layers' products in FP8: {recipe.precision.recipe}" if recipe.precision.is_fp8 else ""
+    yield "model", f"{facts['num_parameters']:,} parameters, computing in {facts['compute_dtype']}{in_fp8}"
     group = recipe.zero.group_size
     groups = f" in groups of {group} data ranks" if group and recipe.zero.stage else ""
     yield "state", f"{bytes_in_words(facts['state_bytes_total'])} on each device, ZeRO {facts['zero_stage']}{groups}"

@@ -61,12 +61,15 @@ def describe(recipe: Recipe, devices: Sequence[Any]) -> dict[str, Any]:
     totals = {kind: sum(p["bytes"][kind] for p in parameters) for kind in parameters[0]["bytes"]}
     state = {kind: totals[kind] for kind in ("master_weights", "moments", "averaged_weights") if kind in totals}
     held = sum(bytes_held(leaf) for leaf in jax.tree.leaves(program.abstract_state))
+    if recipe.precision.recipe == "fp8_delayed":
+        state["scales"] = sum(bytes_held(leaf) for leaf in jax.tree.leaves(program.abstract_state.scaling))
     flops = flops_of(program)
     attending = program.attending_on(array.flat[0].platform, links(array, names)["sequence"])
     return {
         "mesh": mesh_facts(array, names),
         "zero_stage": recipe.zero.stage,
         "compute_dtype": recipe.precision.compute_dtype.name,
+        "recipe": recipe.precision.recipe,
         "num_microbatches": recipe.train.num_microbatches,
         "num_parameters": params.count(program.specs),
         "num_layers": recipe.model.num_layers,
@@ -131,14 +134,14 @@ def _parameters(program: Program) -> list[dict[str, Any]]:
             "axes": list(placement.spec.axes),
             "stored": dims_of(placement.stored, len(placement.spec.shape)),
             "gathered": dims_of(placement.gathered, len(placement.spec.shape)),
-            "bytes": {**_bytes(placement, program), "moments": moments[name], **averaged.get(name, {})},
+            "bytes": {**_bytes(name, placement, program), "moments": moments[name], **averaged.get(name, {})},
             "left_whole": list(placement.reasons),
         }
         for name, placement in params.named_leaves(program.plan.placements, is_placement)
     ]
 
 
-def _bytes(placement: Placement, program: Program) -> dict[str, int]:
+def _bytes(name: str, placement: Placement, program: Program) -> dict[str, int]:
     """Bytes of one parameter on a device: its master, and what the step makes of it.
 
     Under ZeRO-3 the weights of one layer at a time are gathered, and have a gradient, beside those outside the layers.
@@ -156,10 +159,23 @@ def _bytes(placement: Placement, program: Program) -> dict[str, int]:
         whole_sums = stage <= 1 or not placement.spec.stacked
     return {
         "master_weights": FP32 * stored,
-        "gathered_weights": 0 if is_master else compute * at_once,
+        "gathered_weights": 0 if is_master else (compute * at_once - _spared(name, at_once, program)),
         "weight_gradients": compute * at_once,
         "gradient_sums": FP32 * (gathered if whole_sums else stored),
     }
+
+
+def _spared(name: str, at_once: int, program: Program) -> int:
+    """Bytes that a parameter is less when it is gathered, in FP8 rather than bf16; none of what is to be in blocks."""
+    fp8 = program.fp8
+    if fp8 is None or fp8.how.scaling == "blocks":
+        return 0
+    if name not in {f"layers/{branch}/{weight}" for branch, weight, _ in fp8.entries()}:
+        return 0
+    in_bf16, num_layers = sum(fp8.bf16_ends), program.model.num_layers
+    if program.plan.zero.stage == 3:  # a layer at a time, the largest of which is one in bf16
+        return 0 if in_bf16 else at_once
+    return at_once * (num_layers - in_bf16) // num_layers
 
 
 def _local_size(placement: Placement, spec: PartitionSpec, program: Program) -> int:

@@ -17,8 +17,9 @@ KINDS = {
     "master_weights": "master weights, fp32",
     "moments": "optimizer moments",
     "averaged_weights": "averaged weights, fp32",
+    "scales": "scales and histories of FP8",
     "counters": "counters",
-    "gathered_weights": "weights to multiply with, {dtype}{layerwise}",
+    "gathered_weights": "weights to multiply with, {weights}{layerwise}",
     "weight_gradients": "their gradients, {dtype}{layerwise}",
     "gradient_sums": "gradient sums, fp32",
 }
@@ -124,10 +125,12 @@ def _spec(dims: Sequence[Sequence[str]]) -> str:
 def _memory(facts: Mapping[str, Any]) -> Table:
     table = new_table("kind", "bytes", "", right=["bytes", ""])
     layerwise = ", one layer at a time" if facts["zero_stage"] == 3 else ""
+    dtype = facts["compute_dtype"]
+    weights = f"{dtype} and FP8" if facts["recipe"].startswith("fp8") else dtype
 
     def rows(kinds: Mapping[str, int]) -> None:
         for kind, n in kinds.items():
-            words = KINDS[kind].format(dtype=facts["compute_dtype"], layerwise=layerwise)
+            words = KINDS[kind].format(dtype=dtype, weights=weights, layerwise=layerwise)
             table.add_row(words, f"{n:,}", bytes_in_words(n))
 
     rows(facts["state_bytes"])

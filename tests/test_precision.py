@@ -120,6 +120,23 @@ def test_fp8_on_any_mesh_is_near_one_device(recipe: Recipe, model: str, layout: 
     assert got.seen["attention/q/x"][0, 0] == want.seen["attention/q/x"][0, 0]
 
 
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("llama", Layout(pipeline=2, data=2, zero=1, num_microbatches=4, schedule="zero_bubble", chunks=1)),
+        pytest.param(
+            "deep", Layout(data=2, tensor=2, sequence=2, zero=3, num_microbatches=2, overlap=True), marks=slow
+        ),
+    ],
+    ids=str,
+)
+def test_fp16_on_any_mesh_is_near_one_device(model: str, layout: Layout) -> None:
+    """CASES 21: the loss scale goes in and comes out once, wherever a stage or a microbatch is worked on."""
+    got, want = passed(model, layout, "fp16"), passed(model, Layout(), "fp16")
+    assert got.loss == pytest.approx(want.loss, rel=1e-5)
+    assert difference(got, want) < 5e-3
+
+
 MESHES = [
     Layout(pipeline=2, data=2, zero=1, num_microbatches=2),
     *(

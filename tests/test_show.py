@@ -20,7 +20,7 @@ from sharded_train.mesh import MeshConfig, build_mesh, layout, stand_ins
 from sharded_train.mesh_picture import draw_mesh
 from sharded_train.models.decoder import DecoderConfig
 from sharded_train.optimizer import SGD, Adafactor, AdamW, Lion, Muon, Optimizer
-from sharded_train.precision import PrecisionConfig
+from sharded_train.precision import Bf16Layers, Fp8Config, PrecisionConfig
 from sharded_train.recipe import Recipe, TrainConfig, from_dict, program_on
 from sharded_train.sharding import ZeroConfig
 from sharded_train.show import bytes_held, describe, show
@@ -101,15 +101,26 @@ def test_bytes_of_each_parameter_are_those_really_held() -> None:
     assert facts["state_bytes_total"] == held_by_each_device(first_state(asked))[jax.devices()[0].id]
 
 
+def test_scales_of_fp8_are_state() -> None:
+    """Of each layer 18 tensors have a scale and 16 amaxes."""
+    model = DecoderConfig(vocab_size=64, d_model=32, num_layers=4, num_heads=4, d_ff=64)
+    asked = recipe(model=model, precision=PrecisionConfig("fp8_delayed"))
+    assert describe(asked, stand_ins("1x4"))["state_bytes"]["scales"] == 4 * 18 * 17 * 4
+    said = text_of(asked, "1x4")
+    assert "scales and histories of FP8" in said
+    assert "weights to multiply with, bfloat16 and FP8" in said
+
+
 def test_bytes_of_the_step_by_hand() -> None:
     model = DecoderConfig(vocab_size=64, d_model=32, num_layers=4, num_heads=4, d_ff=64)
     weights = {"embedding": 64 * 32, "head": 64 * 32, "final_norm": 32}
     layer = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
     whole = sum(weights.values()) + 4 * layer
 
-    def step(stage: Any, num_microbatches: int, dtype: Any = "bf16") -> dict[str, int]:
+    def step(stage: Any, num_microbatches: int, dtype: Any = "bf16", first: int = 0) -> dict[str, int]:
         train = TrainConfig(global_batch_size=16, sequence_length=16, num_microbatches=num_microbatches)
-        asked = Recipe(model=model, zero=ZeroConfig(stage), precision=PrecisionConfig(dtype), train=train)
+        precision = PrecisionConfig(dtype, Fp8Config(bf16_layers=Bf16Layers(first)))
+        asked = Recipe(model=model, zero=ZeroConfig(stage), precision=precision, train=train)
         got: dict[str, int] = describe(asked, stand_ins("1x4"))["step_bytes"]
         return got
 
@@ -119,6 +130,13 @@ def test_bytes_of_the_step_by_hand() -> None:
     assert step(3, 1)["gathered_weights"] == step(3, 1)["weight_gradients"] == 2 * at_once
     assert step(0, 1, "fp32")["gathered_weights"] == 0  # the master is multiplied with
     assert step(1, 1, "fp32")["gathered_weights"] == 4 * whole
+    matrices = layer - 2 * 32
+    assert step(1, 1, "fp8_delayed")["gathered_weights"] == 2 * whole - 4 * matrices  # a byte a number
+    assert step(3, 1, "fp8_current")["gathered_weights"] == 2 * at_once - matrices
+    assert step(1, 1, "fp8_current", first=1)["gathered_weights"] == 2 * whole - 3 * matrices
+    assert step(3, 1, "fp8_current", first=1)["gathered_weights"] == 2 * at_once  # of the layer in bf16
+    assert step(1, 1, "mxfp8")["gathered_weights"] == 2 * whole
+    assert step(1, 1, "fp8_delayed")["weight_gradients"] == 2 * whole
     assert [step(stage, 1)["gradient_sums"] for stage in range(4)] == [4 * whole, *[whole] * 3]
     assert [step(stage, 2)["gradient_sums"] for stage in range(4)] == [4 * whole, 4 * whole, whole, whole]
 
