@@ -13,7 +13,7 @@ from rich.console import Console
 
 from sharded_train import assemble, attention_check, config, initial_weights, report
 from sharded_train import workdir as layout
-from sharded_train.checkpoint import Checkpointer, CheckpointError, SavePolicy, cloud
+from sharded_train.checkpoint import Checkpointer, SavePolicy, cloud
 from sharded_train.checkpoint.owner import Owner
 from sharded_train.data.loader import batch_number
 from sharded_train.data.prepare import TextData
@@ -178,8 +178,7 @@ def rolled_back(run: Run, fault: RollBack) -> tuple[Run, TrainState]:
     The batches of the offending steps are left out from now on. Raises Diverged if there is no such step.
     """
     with run.guard.phase("restore"):
-        with contextlib.suppress(CheckpointError):  # a save that failed is told by the next
-            run.checkpointer.wait()
+        run.saves.settle()
         step = run.checkpointer.peers.first(
             max((step for step in run.checkpointer.steps() if step < fault.before), default=None)
         )

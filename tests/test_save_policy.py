@@ -123,6 +123,17 @@ def test_a_failure_is_told_at_the_next_step_and_tried_again_with_growing_pauses(
     assert run.disk.saved == [(20, "/first")]
 
 
+def test_a_failure_that_is_waited_for_before_a_roll_back_counts() -> None:
+    run = Run(every=10, retry_seconds=4)
+    run.disk.broken.add("/first")
+    run.steps(10)
+    run.policy.settle()
+    assert run.told[1].startswith("step 10 was not written to /first\n  (failure 1 of at most 5 in a row")
+    run.disk.broken.clear()
+    assert run.steps(4, 5) == [4]  # the run has gone back, and tries again
+    assert run.told[2:] == ["the checkpoint of step 4 is written, after 1 that failed"]
+
+
 def test_after_so_many_failures_the_fallback_is_used_and_then_the_run_ends() -> None:
     run = Run(fallback=True, every=1, max_failures=2, retry_seconds=0.1)
     run.disk.broken.add("/first")

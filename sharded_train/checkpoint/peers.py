@@ -22,7 +22,8 @@ _instances = itertools.count()
 class Peers:
     """One conversation: all processes make them in the same order and call their methods in the same order.
 
-    Values are what JSON can hold. Alone, everything is answered at once.
+    Values are what JSON can hold. Alone, everything is answered at once. Where process 0 misses an answer, that is what
+    all hear in the `first` that follows: nobody comes to another outcome.
     """
 
     def __init__(self, timeout: float):
@@ -44,9 +45,13 @@ class Peers:
             return value
         key = self._next_key()
         if self.index == 0:
-            self._set(key, value)
+            self._set(key, [value, None])
             return value
-        return self._wait(key, 0)
+        # Process 0 itself may be waiting for others until now.
+        value, missed = self._wait(key, 0, time.monotonic() + 2 * self._timeout)
+        if missed is not None:
+            raise CheckpointError(missed)
+        return value
 
     def gathered(self, value: Any) -> list[Any] | None:
         """On process 0 the values of all, in their order; None on the others, which do not wait."""
@@ -56,7 +61,12 @@ class Peers:
         if self.index:
             self._set(f"{key}/{self.index}", value)
             return None
-        found = [value, *(self._wait(f"{key}/{i}", i) for i in range(1, self.count))]
+        deadline = time.monotonic() + self._timeout
+        try:
+            found = [value, *(self._wait(f"{key}/{i}", i, deadline) for i in range(1, self.count))]
+        except CheckpointError as error:
+            self._set(self._next_key(), [None, str(error)])
+            raise
         compat.coordination().key_value_delete(key)  # and all below: the digests of every save would add up there
         return found
 
@@ -87,10 +97,11 @@ class Peers:
     def _set(self, key: str, value: Any) -> None:
         compat.coordination().key_value_set(key, json.dumps(value), allow_overwrite=True)
 
-    def _wait(self, key: str, index: int) -> Any:
+    def _wait(self, key: str, index: int, deadline: float) -> Any:
         begun = time.monotonic()
         try:
-            return json.loads(compat.coordination().blocking_key_value_get(key, int(self._timeout * 1000)))
+            milliseconds = max(1, int(1000 * (deadline - begun)))
+            return json.loads(compat.coordination().blocking_key_value_get(key, milliseconds))
         except jax.errors.JaxRuntimeError as error:
             waited = time.monotonic() - begun
             raise CheckpointError(

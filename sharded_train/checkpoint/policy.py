@@ -67,6 +67,10 @@ class SavePolicy:
         except CheckpointError as error:
             self._failed(error)
 
+    def settle(self) -> None:
+        """Returns when no save is under way; one that has failed is told of, and counts."""
+        self._look(wait=True)
+
     def finish(self, step: int, state: Callable[[], Any]) -> None:
         """Returns when `step`, which `save` was called for last, is saved, however often it has to be tried.
 
