@@ -121,7 +121,7 @@ def _sample(
 ) -> jax.Array:
     """On one device: its `[rows, max_tokens]`."""
     model, local, axes = program.model, program.local, program.plan.axes
-    layers = local.layers(shards) if program.plan.zero.stage == 3 else local.whole_layers(shards)
+    layers = local.kept_layers(shards)
     outer = local.outer(shards)
     own = index_of(local.row_axes) * rows + jnp.arange(rows)
     keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(own)

@@ -146,9 +146,10 @@ class Local:
         names = self.plan.placements["layers"]
         return self._ahead(Source(shards["layers"], lambda layer: self.plan.gather(layer, names, self.compute_dtype)))
 
-    def whole_layers(self, shards: Tree) -> Source:
-        """The layers' weights, all gathered at once."""
-        return Source(self.plan.gather(shards["layers"], self.plan.placements["layers"], self.compute_dtype))
+    def kept_layers(self, shards: Tree) -> Source:
+        """The same for several passes: gathered once, before them, but under ZeRO 3."""
+        layers = self.layers(shards)
+        return layers if self.plan.zero.stage == 3 else layers.all_at_once()
 
     def train_layers(
         self, shards: Tree, scaling: Tree, rows: int, spans: Spans, *, whole: bool = False, halves: bool = True
@@ -158,13 +159,12 @@ class Local:
         """
         found = []
         for span in spans:
-            taken = functools.partial(span.taken, stage=axis_index(STAGES)) if whole else lambda layers: layers
+            source = self.layers(shards)
             if self.fp8 is not None and span.in_fp8:
                 uses = 2 if halves and self.in_halves(rows) else 1
-                source = self.fp8.source(shards["layers"], scaling, uses, taken if whole else None)
-                source = source if whole else self._ahead(source)
-            else:
-                source = (self.whole_layers if whole else self.layers)({"layers": taken(shards["layers"])})
+                source = self._ahead(self.fp8.source(shards["layers"], scaling, uses))
+            if whole:
+                source = source.all_at_once(functools.partial(span.taken, stage=axis_index(STAGES)))
             found.append(span.over(source, taken=whole))
         return tuple(found)
 
@@ -236,7 +236,7 @@ class Local:
         """Of a batch without dropout, in the microbatches of training: what fits there fits here."""
         microbatches, outer = self.microbatches(batch), self.outer(shards)
         num, rows, _ = microbatches.numbers.shape
-        layers = self.layers(shards) if num == 1 or self.plan.zero.stage == 3 else self.whole_layers(shards)
+        layers = self.layers(shards) if num == 1 else self.kept_layers(shards)
 
         def add(nll: jax.Array, microbatch: Microbatch) -> tuple[jax.Array, None]:
             ctx = self.context(microbatch, None)

@@ -7,7 +7,7 @@ seen of it found, under the first weight of its group.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -64,18 +64,10 @@ class Fp8Layers:
 
     # ---- weights --------------------------------------------------------------------------------------------------
 
-    def source(
-        self, layers: Tree, scaling: Tree | None, uses: int, taken: Callable[[Tree], Tree] | None = None
-    ) -> Source:
-        """The layers' weights from their stored shards `[layers, ...]`, each gathered when it is fetched, or now those
-        that are `taken`.
-
-        `uses`: how often a block multiplies by each.
-        """
-        stacked = (layers, self._scales(layers, scaling))
-        fetch = lambda layer: self._gathered(*layer)
-        source = Source(stacked, fetch) if taken is None else Source(fetch(taken(stacked)))
-        return dataclasses.replace(source, ready=lambda weights: self._ready(weights, uses), grads=found)
+    def source(self, layers: Tree, scaling: Tree | None, uses: int) -> Source:
+        """The layers' weights from their stored shards `[layers, ...]`; a block multiplies by each so many times."""
+        stacked, fetch = (layers, self._scales(layers, scaling)), lambda layer: self._gathered(*layer)
+        return Source(stacked, fetch, ready=lambda weights: self._ready(weights, uses), grads=found)
 
     def weights_seen(self, layers: Tree, scaling: Tree | None) -> Tree:
         """What quantising the weights comes to, once a step."""

@@ -28,9 +28,8 @@ from sharded_train.in_place import in_place_if
 from sharded_train.models.block import Block
 from sharded_train.params import Tree
 
-Collect = Callable[
-    [Tree, jax.Array], tuple[Tree, Tree]
-]  # (gradients of a layer, its place) -> what is summed, and kept
+# (gradients of a layer, its place) -> what is summed, and kept
+Collect = Callable[[Tree, jax.Array], tuple[Tree, Tree]]
 SEEN = "seen"  # beside the gradients of a layer's weights: what was seen, as `Maxima`
 Saved = tuple[list[jax.Array], list[jax.Array] | None]  # of layers [layers, ...]; of the last one, if it is by itself
 
@@ -76,6 +75,10 @@ class Source:
 
     def at(self, layer: jax.Array | int) -> Tree:
         return self.fetch(layer_of(self.stacked, self.start + layer))
+
+    def all_at_once(self, taken: Callable[[Tree], Tree] = lambda stacked: stacked) -> Source:
+        """The weights of all layers, or of those that are `taken`, fetched now."""
+        return Source(self.fetch(taken(self.stacked)), ready=self.ready, grads=self.grads)
 
     def room(self) -> Tree:
         """Zeros `[layers, ...]` for what is fetched."""
@@ -287,10 +290,8 @@ def _downwards_ahead(
     return Backward(d_x, add_at(sums, summed, jnp.int32(source.place)), None, first)
 
 
-def _vjp(
-    block: Block, x: jax.Array, weights: Tree, context: Any, layer: jax.Array, beside: Tree
-) -> tuple[jax.Array, Any]:
-    return jax.vjp(lambda x, w: block(x, w, context, layer, beside), x, weights)  # type: ignore[no-any-return]
+def _vjp(block: Block, x: jax.Array, weights: Tree, *others: Any) -> tuple[jax.Array, Any]:
+    return jax.vjp(lambda x, w: block(x, w, *others), x, weights)  # type: ignore[no-any-return]
 
 
 @jax.named_scope("gradient_sums")
@@ -306,12 +307,12 @@ def add_at(sums: Tree, tree: Tree, layer: jax.Array) -> Tree:
     return lax.dynamic_update_index_in_dim(sums, now + tree, layer, 0)
 
 
-def _depends_on_x(
-    block: Block, x: jax.Array, weights: Tree, context: Any, layer: jax.Array, beside: Tree
-) -> list[bool]:
-    """For each value that a block's vjp keeps, whether it depends on x (an equation's outputs on all its inputs)."""
-    fn = lambda *args: jax.tree.leaves(_vjp(block, *args)[1])
-    jaxpr = jax.make_jaxpr(fn)(x, weights, context, layer, beside).jaxpr
+def _depends_on_x(block: Block, *args: Any) -> list[bool]:
+    """For each value that a block's vjp keeps, whether it depends on x, its first argument.
+
+    An equation's outputs are taken to depend on all its inputs.
+    """
+    jaxpr = jax.make_jaxpr(lambda *args: jax.tree.leaves(_vjp(block, *args)[1]))(*args).jaxpr
     tainted = {jaxpr.invars[0]}
     for eqn in jaxpr.eqns:
         if any(v in tainted for v in eqn.invars if not hasattr(v, "val")):

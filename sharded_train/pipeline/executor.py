@@ -74,8 +74,7 @@ def loss_and_grads(local: Local, pipe: Pipeline, shards: Tree, scaling: Tree, ba
 def loss(local: Local, pipe: Pipeline, shards: Tree, batch: Batch) -> Loss:
     """As `Local.loss`: the forward half of the same table."""
     num_tokens = local.num_targets(batch)
-    source = local.layers(shards) if local.plan.zero.stage == 3 else local.whole_layers(shards)
-    layers = tuple(span.over(source, taken=True) for span in pipe.spans((0, 0)))
+    layers = tuple(span.over(local.kept_layers(shards), taken=True) for span in pipe.spans((0, 0)))
     stage = _Stage.of(local, pipe, shards, layers, batch, None, jnp.maximum(num_tokens, 1))
     x = stage.nothing()
 
