@@ -105,16 +105,18 @@ def program(model: DecoderConfig, layout: Layout, *, recipe: Recipe = "fp32", **
     )
 
 
-def hard_batch(model: DecoderConfig, seed: int = 0) -> Batch:
-    """Random tokens in rows of several documents; targets missing here and there, in one row altogether."""
-    rng = np.random.default_rng(seed)
-    tokens, targets = rng.integers(0, model.vocab_size, (2, ROWS, SEQ))
-    targets[rng.random((ROWS, SEQ)) < np.linspace(0.1, 0.8, ROWS)[:, None]] = -1  # uneven between ranks
-    targets[2] = -1
-    segments = np.sort(rng.integers(1, 4, (ROWS, SEQ)), axis=1)
-    segments[5, -4:], targets[5, -4:] = 0, -1  # padding
+def hard_batch(model: DecoderConfig, seed: int = 0, shape: tuple[int, int] = (ROWS, SEQ)) -> Batch:
+    """Random tokens in rows of several documents; targets missing here and there, in one row of several altogether."""
+    rng, (rows, seq) = np.random.default_rng(seed), shape
+    tokens, targets = rng.integers(0, model.vocab_size, (2, rows, seq))
+    targets[rng.random(shape) < np.linspace(0.1, 0.8, rows)[:, None]] = -1  # uneven between ranks
+    targets[2 : 3 * (rows > 3)] = -1
+    segments = np.sort(rng.integers(1, 4, shape), axis=1)
+    segments[5:6, -4:], targets[5:6, -4:] = 0, -1  # padding
+    if not (targets >= 0).any():
+        targets[0, 0] = 0
     starts = [[np.argmax(row == s) for s in row] for row in segments]
-    positions = np.arange(SEQ) - np.array(starts)
+    positions = np.arange(seq) - np.array(starts)
     return Batch(*(a.astype(np.int32) for a in (tokens, targets, segments, positions)))
 
 
@@ -142,10 +144,16 @@ def placed(program: Program, batch: Batch) -> Batch:
     return jax.tree.map(lambda a: jax.device_put(a[:, order], program.batch_sharding), batch)  # type: ignore[no-any-return]
 
 
+def batch_of(program: Program, seed: int = 0) -> Batch:
+    """The hard batch with the program's rows, on its devices."""
+    shape = (program.train.global_batch_size, program.train.sequence_length)
+    return placed(program, hard_batch(program.model, seed, shape))
+
+
 def measure(program: Program, seed: int = 0) -> Measurement:
     """Loss and gradients of the hard batch, gradients read back whole."""
-    batch = placed(program, hard_batch(program.model, seed))
-    loss, grads, norm = jax.jit(program.loss_and_grads)(weights(program), batch, jax.random.key(seed))
+    batch, key = batch_of(program, seed), jax.random.key(seed)
+    loss, grads, norm = jax.jit(program.loss_and_grads)(weights(program), batch, key)
     leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(program.of_model(grads), None)}
     return Measurement(float(loss.nll / loss.num_tokens), float(norm), leaves)
 
