@@ -96,6 +96,9 @@ def begin(
     if program.attending.implementation == "cudnn":
         window = min(filter(None, recipe.model.windows), default=None)
         attention_check.check(recipe.model.dim_per_head, recipe.precision.compute_dtype, window)
+    if start.initial is not None and not choice.steps:
+        with group.shared_errors():
+            initial_weights.check(program, start.initial)
     startup.mark("devices")
     if choice.step >= last_step:
         console.print(f"{workdir} is at step {choice.step} already: there is nothing to do up to step {last_step}.")

@@ -40,6 +40,7 @@ def checkpoints(
     if action in ("rollback", "prune"):
         with WorkdirLock(workdir) as lock:
             lock.take_if_there()
+            layout.check_owners(workdir, directories)
             found = (
                 _rollback(directories, _one(action, steps))
                 if action == "rollback"

@@ -34,6 +34,11 @@ class InitialWeights:
         return (self.only is None or matches(self.only)) and not (self.without and matches(self.without))
 
 
+def check(program: Program, initial: InitialWeights) -> None:
+    """Raises what `load` would, as far as it can be told from the checkpoint's record alone."""
+    _asked(_checkpoint(initial.source), program, initial)
+
+
 def load(program: Program, seed: int, initial: InitialWeights, peers: Peers) -> TrainState:
     """The state of step 0 with weights of a checkpoint; what is not taken from there is as the seed makes it.
 
@@ -45,9 +50,8 @@ def load(program: Program, seed: int, initial: InitialWeights, peers: Peers) -> 
     """
     path = files.place(peers.first(str(_checkpoint(initial.source)) if peers.index == 0 else None))
     state = program.to_checkpoint(program.init(seed))
+    verified, wanted = _asked(path, program, initial)
     try:
-        verified = record.read(path)
-        wanted = _wanted(path, verified, by_name(program.abstract_checkpoint.params), initial)
         restoring.check(path, verified, peers)
         taken = restoring.load_leaves(path, verified, wanted, peers)
     except Damage as error:
@@ -55,6 +59,15 @@ def load(program: Program, seed: int, initial: InitialWeights, peers: Peers) -> 
     weights = _replaced(state.params, taken)
     ema = None if state.ema is None else jax.tree.map(lambda x: x.copy(), weights)
     return program.from_checkpoint(state.replace(params=weights, ema=ema))
+
+
+def _asked(path: Path, program: Program, initial: InitialWeights) -> tuple[Verified, dict[str, jax.ShapeDtypeStruct]]:
+    """The record of a checkpoint, and the leaves to take from it."""
+    try:
+        verified = record.read(path)
+    except Damage as error:
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
+    return verified, _wanted(path, verified, by_name(program.abstract_checkpoint.params), initial)
 
 
 def _checkpoint(asked: Path | str) -> Path:

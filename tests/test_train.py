@@ -30,6 +30,7 @@ from sharded_train import train as training
 from sharded_train import workdir as workdirs
 from sharded_train.checkpoint import Checkpointer, SavePolicy
 from sharded_train.checkpoint.peers import Peers
+from sharded_train.checkpoints_verb import checkpoints
 from sharded_train.errors import ConfigError
 from sharded_train.evaluate import evaluate
 from sharded_train.exits import Exit
@@ -617,6 +618,17 @@ def test_a_new_workdir_does_not_take_over_the_checkpoints_of_another_run(
     assert not (tmp_path / "other").exists()
 
 
+def test_weights_that_are_not_there_are_told_before_the_data_is_prepared(
+    text: Path, half: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assemble, "text_of", None)
+    with pytest.raises(ConfigError, match=f"--init-from={tmp_path}/nothing: there is no checkpoint"):
+        train(recipe_of(text), tmp_path / "run", initial=InitialWeights(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match="no weight is named lairs"):
+        train(recipe_of(text), tmp_path / "run", initial=InitialWeights(half.workdir, ("lairs/*",)))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_place_for_checkpoints_is_one_runs(
     text: Path, half: Ended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -637,6 +649,8 @@ def test_a_place_for_checkpoints_is_one_runs(
     with pytest.raises(ConfigError, match=theirs):
         train(at(8, "train.seed=3"), tmp_path / "three")
     assert not (tmp_path / "three").exists()
+    with pytest.raises(ConfigError, match=theirs):
+        checkpoints("prune", [], tmp_path / "one")
 
 
 @pytest.mark.parametrize("there_is_another", [False, True])
