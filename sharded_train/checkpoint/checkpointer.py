@@ -64,10 +64,10 @@ class Checkpointer:
         if cloud.is_address(directory):
             try:
                 files.try_to_write(directory, self.peers.index)
-            except Unanswered as error:
-                if error.said_no:
-                    raise ConfigError(f"{directory} cannot be written from here: {reason(error)}") from error
-                raise
+            except OSError as error:
+                if isinstance(error, Unanswered) and not error.said_no:
+                    raise
+                raise ConfigError(f"{directory} cannot be written from here: {reason(error)}") from error
         elif problem := files.hindrance(directory):
             raise ConfigError(problem)
 

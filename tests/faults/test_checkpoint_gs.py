@@ -290,9 +290,10 @@ def test_without_gcsfs_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @needs_gcsfs
-def test_a_bucket_that_cannot_be_written_is_refused_at_the_start(bucket: Bucket) -> None:
-    bucket.refuse = lambda method, name: 403
-    with pytest.raises(ConfigError, match=f"{DIRECTORY} cannot be written from here: .*orbidden"):
+@pytest.mark.parametrize(("status", "words"), [(403, "orbidden"), (404, "FileNotFoundError")])
+def test_a_bucket_that_cannot_be_written_is_refused_at_the_start(bucket: Bucket, status: int, words: str) -> None:
+    bucket.refuse = lambda method, name: status
+    with pytest.raises(ConfigError, match=f"{DIRECTORY} cannot be written from here: .*{words}"):
         Checkpointer(DIRECTORY).check_place(files.place(DIRECTORY))
 
 
