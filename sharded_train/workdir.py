@@ -196,7 +196,8 @@ def unwritten_if_refused(workdir: Path) -> Iterator[None]:
 def _check_new(workdir: Path) -> None:
     if problem := files.hindrance(workdir):
         raise ConfigError(problem)
-    taken = [name for name in (CHECKPOINTS, METRICS, TENSORBOARD, PROFILE, COMPILED) if (workdir / name).exists()]
+    # What is compiled is anybody's, and a process may compile before process 0 has claimed the directory.
+    taken = [name for name in (CHECKPOINTS, METRICS, TENSORBOARD, PROFILE) if (workdir / name).exists()]
     if taken:
         raise ConfigError(
             f"{workdir} holds {' and '.join(taken)} but no {CONFIG} that says what run they belong to: "

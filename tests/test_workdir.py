@@ -12,6 +12,8 @@ import jax
 import pytest
 
 from sharded_train import workdir
+from sharded_train.errors import ConfigError
+from sharded_train.recipe import Recipe
 
 SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
@@ -30,6 +32,8 @@ import sys
 from pathlib import Path
 import jax, jax.numpy as jnp
 from sharded_train import workdir
+from sharded_train.errors import ConfigError
+from sharded_train.recipe import Recipe
 workdir.keep_compiled(Path(sys.argv[1]))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((3, 3))).compile()
@@ -48,3 +52,13 @@ def test_a_place_that_is_set_stays(tmp_path: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
     workdir.keep_compiled(tmp_path)
     assert getattr(jax.config, SETTINGS[0]) == str(tmp_path / "mine")
+
+
+def test_what_a_killed_start_has_compiled_is_no_obstacle(tmp_path: Path) -> None:
+    """Before process 0 has written config.json another process may have compiled something."""
+    (tmp_path / workdir.COMPILED).mkdir()
+    (tmp_path / workdir.DATA).mkdir()
+    workdir.check(tmp_path, Recipe())
+    (tmp_path / workdir.CHECKPOINTS).mkdir()
+    with pytest.raises(ConfigError, match=r"holds checkpoints but no config\.json"):
+        workdir.check(tmp_path, Recipe())
