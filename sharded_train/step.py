@@ -153,7 +153,7 @@ class Program(ModelOrder):
 
     @property
     def compiler_options(self) -> dict[str, str | bool] | None:
-        """Of the train step, see `gpu_flags`.
+        """Of the steps of training and evaluation, see `gpu_flags`.
 
         A layer is gathered in about three collectives: in many, some are too small for the scheduler to hide,
         and one would wait for all of its shards. The halves of a batch must not be gathered together.
@@ -179,7 +179,8 @@ class Program(ModelOrder):
             )
             return loss, self.local.over_tokens(bytes_)
 
-        return jax.jit(self._on_mesh(local, (self.plan.stored, self._rows, P()), P()))
+        step = self._on_mesh(local, (self.plan.stored, self._rows, P()), P())
+        return jax.jit(step, compiler_options=self.compiler_options)
 
     @functools.cached_property
     def is_finite(self) -> Callable[[Tree], jax.Array]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import pytest
 
-from sharded_train import gpu_flags
+from sharded_train import equivalence, gpu_flags
+from sharded_train.equivalence import ROWS, SEQ, SMALL, Layout
 from sharded_train.errors import ConfigError
 
 LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
@@ -39,3 +40,13 @@ def test_an_option_that_jaxlib_does_not_take(monkeypatch: pytest.MonkeyPatch) ->
     ]
     assert all(f"jaxlib {jax.lib.__version__}" in problem for problem in raised.value.problems)
     gpu_flags.check("cpu")
+
+
+def test_training_and_evaluation_are_compiled_with_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = equivalence.program(SMALL, Layout(data=2))
+    monkeypatch.setattr(gpu_flags, "options", lambda *_, **__: {"xla_no_such_option": True})
+    batch = jax.tree.map(lambda _: jax.ShapeDtypeStruct((ROWS, SEQ), "int32"), equivalence.hard_batch(SMALL))
+    state, token_bytes = program.abstract_state, jax.ShapeDtypeStruct((SMALL.vocab_size,), "int32")
+    for lowered in (program.train_step.lower(state, batch), program.eval_step.lower(state.params, batch, token_bytes)):
+        with pytest.raises(Exception, match="xla_no_such_option"):
+            lowered.compile()
