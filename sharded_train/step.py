@@ -167,7 +167,7 @@ class Program(ModelOrder):
         return gpu_flags.options(self.platform, gathers=gathers)
 
     @functools.cached_property
-    def eval_step(self) -> Callable[[Tree, Batch, jax.Array], tuple[Loss, jax.Array]]:
+    def eval_step(self) -> jax.stages.Wrapped:
         """(params, batch, bytes per token id) -> the loss, and the bytes that the predicted tokens stand for."""
 
         def local(shards: Tree, batch: Batch, token_bytes: jax.Array) -> tuple[Loss, jax.Array]:
