@@ -7,6 +7,7 @@ A case is a function of its number: devices, settings, batch, and what is asked.
 gradient leaf (`equivalence.errors`), and some also for an evaluation; every fifth goes on from one device's checkpoint.
 `refused` is a ConfigError before anything is built, `CRASH` any other error; `ENDED` are those that took their process
 with them, as one does that has no result within ten minutes.
+A gradient that is zero but for rounding, of key biases under learned positions say, comes near the tolerance.
 """
 
 from __future__ import annotations
