@@ -39,7 +39,7 @@ from sharded_train.rehearse.compile import Compiled, compile_for
 from sharded_train.rehearse.wires import FACTORS, Collective, collectives
 from sharded_train.rehearse.wires_places import Places
 from sharded_train.sharding import Placement, is_placement
-from sharded_train.show_tables import new_table
+from sharded_train.tables import new_table
 
 ROOT = Path(__file__).parent.parent
 SMALL = ROOT / "benchmarks" / "communication_config.py"

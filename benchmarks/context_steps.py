@@ -30,7 +30,7 @@ from sharded_train.rehearse.computed import count
 from sharded_train.rehearse.scopes import part_of
 from sharded_train.rehearse.wires import collectives
 from sharded_train.rehearse.wires_places import Places
-from sharded_train.show_tables import bytes_in_words, new_table
+from sharded_train.tables import bytes_in_words, new_table
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30

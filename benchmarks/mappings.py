@@ -35,7 +35,7 @@ from sharded_train.rehearse.pace import pace_of
 from sharded_train.rehearse.timeline import exposed_seconds, seconds_in_words
 from sharded_train.rehearse.wires import Collective, collectives
 from sharded_train.rehearse.wires_places import Places
-from sharded_train.show_tables import bytes_in_words, new_table
+from sharded_train.tables import bytes_in_words, new_table
 
 ROOT = Path(__file__).parent.parent
 SHORT = {"pipeline": "PP", "data": "DP", "sequence": "CP", "tensor": "TP"}

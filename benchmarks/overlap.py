@@ -30,7 +30,7 @@ from sharded_train.rehearse.wires import collectives
 from sharded_train.rehearse.wires_places import Places
 from sharded_train.rehearse.wires_tables import percent
 from sharded_train.rehearse.wires_totals import axes_in_words
-from sharded_train.show_tables import bytes_in_words, new_table
+from sharded_train.tables import bytes_in_words, new_table
 
 ROOT = Path(__file__).parent.parent
 TENSOR = {"mesh.tensor": 8, "zero.stage": 1, "train.num_microbatches": 4}

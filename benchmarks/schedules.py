@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from sharded_train.schedule_bounds import asynchronous, lockstep
-from sharded_train.schedule_check import check
+from sharded_train.schedule_report.bounds import asynchronous, lockstep
+from sharded_train.schedule_report.check import check
 from sharded_train.schedules.build import make
 from sharded_train.schedules.costs import Costs
 from sharded_train.schedules.simulate import in_flight, neighbours

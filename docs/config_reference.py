@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sharded_train.config_values import groups, item_groups, wanted
+from sharded_train.config.values import groups, item_groups, wanted
 from sharded_train.recipe import Recipe
 
 PAGE = Path(__file__).parent / "config.md"

@@ -24,7 +24,7 @@ virtual_devices(8)
 import numpy as np
 
 from sharded_train import draw
-from sharded_train.schedule_check import check
+from sharded_train.schedule_report.check import check
 from sharded_train.schedules.build import SCHEDULES, make
 from sharded_train.schedules.costs import Costs
 from sharded_train.schedules.simulate import in_flight, neighbours

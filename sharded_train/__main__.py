@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from sharded_train import __version__, launch, options
+from sharded_train.commands import VERBS, Verb
 from sharded_train.config import repeated, split_arguments
 from sharded_train.errors import ConfigError, did_you_mean
 from sharded_train.exits import Exit, Failure, Unanswered
 from sharded_train.faults import progress
-from sharded_train.verbs import VERBS, Verb
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ from sharded_train.data.prepare import TextData, prepare
 from sharded_train.errors import ConfigError
 from sharded_train.mesh import AXES, build_mesh
 from sharded_train.recipe import Recipe
-from sharded_train.recipe_precision import on_device
+from sharded_train.recipe.precision import on_device
 from sharded_train.step import Program, TrainState
 
 

@@ -14,8 +14,8 @@ from sharded_train.errors import ConfigError
 from sharded_train.exits import Failure
 from sharded_train.mesh import layout, stand_ins
 from sharded_train.recipe import Recipe
-from sharded_train.recipe_checks import axis_sizes
-from sharded_train.show_tables import bytes_in_words
+from sharded_train.recipe.checks import axis_sizes
+from sharded_train.tables import bytes_in_words
 
 LARGEST = 5  # arrays named
 LONG = 8192  # tokens of a row from which on it is worth splitting

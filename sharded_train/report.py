@@ -24,7 +24,7 @@ from sharded_train.data.prepare import TextData
 from sharded_train.faults.progress import SUPERVISOR
 from sharded_train.peak import Peak
 from sharded_train.recipe import Recipe
-from sharded_train.show_tables import WIDTH, attention_in_words, bytes_in_words, flops_in_words, pipeline_title
+from sharded_train.tables import WIDTH, attention_in_words, bytes_in_words, flops_in_words, pipeline_title
 
 LEAST = 40  # columns of a page
 

@@ -29,9 +29,9 @@ from sharded_train.peak import peak_of
 from sharded_train.profiling import Profile
 from sharded_train.recipe import Recipe
 from sharded_train.show import describe
-from sharded_train.show_tables import bytes_in_words
 from sharded_train.step import Batch, TrainState
 from sharded_train.stopping import StopRequest
+from sharded_train.tables import bytes_in_words
 
 
 def train(

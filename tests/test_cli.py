@@ -16,14 +16,14 @@ import pytest
 from sharded_train import launch
 from sharded_train.__main__ import main
 from sharded_train.checkpoint import CheckpointError, DamagedData
+from sharded_train.commands import VERBS
 from sharded_train.config import to_dict
-from sharded_train.config_file import CONFIGS
+from sharded_train.config.file import CONFIGS
 from sharded_train.errors import ConfigError
 from sharded_train.exits import Exit, Unanswered
 from sharded_train.faults.config import DistributedConfig
 from sharded_train.initial_weights import InitialWeights
 from sharded_train.recipe import Recipe
-from sharded_train.verbs import VERBS
 
 QUICKSTART = f"--config={CONFIGS / 'quickstart.py'}"
 
@@ -40,8 +40,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[Any, ...], d
     """What the verbs' functions were called with; they return 7."""
     made: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
     for verb in VERBS:
-        in_its_own = importlib.util.find_spec(f"sharded_train.{verb}_verb") is not None
-        module = types.ModuleType(f"sharded_train.{verb}{'_verb' * in_its_own}")
+        in_its_own = importlib.util.find_spec(f"sharded_train.verbs.{verb}") is not None
+        module = types.ModuleType(f"sharded_train.{'verbs.' * in_its_own}{verb}")
 
         def function(*args: Any, _verb: str = verb, **options: Any) -> int:
             made.append((_verb, args, options))

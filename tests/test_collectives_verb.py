@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sharded_train import __main__, collectives_verb, draw
+from sharded_train import __main__, draw
 from sharded_train.bench import measure, operations, picture
 from sharded_train.bench.measure import Point
 from sharded_train.bench.operations import OPERATIONS, programs
@@ -23,6 +23,7 @@ from sharded_train.exits import Exit
 from sharded_train.mesh import MeshConfig, build_mesh
 from sharded_train.rehearse import clusters
 from sharded_train.rehearse.compile import check_plugin
+from sharded_train.verbs import collectives as collectives_verb
 
 MESH = MeshConfig(data=2, tensor=4)
 

@@ -23,9 +23,9 @@ import pytest
 
 from sharded_train import recipe
 from sharded_train.__main__ import _parsers, main
+from sharded_train.commands import VERBS, Verb
 from sharded_train.config import PREFIX, option_keys
 from sharded_train.rehearse import clusters
-from sharded_train.verbs import VERBS, Verb
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [

@@ -13,8 +13,8 @@ from typing import Any, Literal
 import pytest
 from ml_collections import ConfigDict, config_dict
 
-from sharded_train import config_file
 from sharded_train.config import build, differences, option_keys, repeated, split_arguments, to_dict
+from sharded_train.config import file as config_file
 from sharded_train.errors import ConfigError
 
 
@@ -399,5 +399,5 @@ def test_running_a_file_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_no_jax_is_needed() -> None:
-    code = "import sharded_train.config, sharded_train.config_file, sys; assert 'jax' not in sys.modules"
+    code = "import sharded_train.config, sharded_train.config.file, sys; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=config_file.CONFIGS.parent)

@@ -21,9 +21,9 @@ from sharded_train.__main__ import main
 from sharded_train.assemble import text_of
 from sharded_train.data import prepare, scan, shards
 from sharded_train.data.config import DataConfig, Source
-from sharded_train.data_rows import print_row, row_facts
 from sharded_train.errors import ConfigError
 from sharded_train.recipe import load
+from sharded_train.verbs.data_rows import print_row, row_facts
 
 CONFIG = """
 from ml_collections import ConfigDict

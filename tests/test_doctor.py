@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import pytest
 
-from sharded_train import doctor_verb, recipe
+from sharded_train import recipe
 from sharded_train.doctor import between, machine, software
 from sharded_train.doctor.finding import Finding
 from sharded_train.exits import Exit
+from sharded_train.verbs import doctor as doctor_verb
 
 ROOT = Path(__file__).parent.parent
 

@@ -17,8 +17,8 @@ import rehearsed
 from benchmarks import gpu_summary
 from sharded_train import recipe
 from sharded_train.__main__ import main
+from sharded_train.commands import VERBS, Verb
 from sharded_train.metrics import MetricsWriter
-from sharded_train.verbs import VERBS, Verb
 
 ROOT = Path(__file__).parents[1]
 NVIDIA_SMI = """case "$1" in

@@ -20,7 +20,7 @@ from sharded_train.rehearse import clusters, compare, computed, hlo, page, timel
 from sharded_train.rehearse.wires_places import Places
 from sharded_train.rehearse.wires_totals import totals
 from sharded_train.show import describe
-from sharded_train.show_tables import bytes_in_words
+from sharded_train.tables import bytes_in_words
 from tests.rehearsed import PIPELINE, tiny
 
 SAVED = Path(__file__).parent / "hlo"

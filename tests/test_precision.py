@@ -26,7 +26,7 @@ from sharded_train.optimizer import AdamW, Constant
 from sharded_train.params import named_leaves
 from sharded_train.precision import Bf16Layers, Fp8Config, PrecisionConfig, Recipe
 from sharded_train.precision.formats import E4M3, E5M2, Fp8
-from sharded_train.recipe_precision import on_device, warnings
+from sharded_train.recipe.precision import on_device, warnings
 from sharded_train.rehearse import clusters
 from sharded_train.rehearse.compile import check_layout
 from sharded_train.scaling import fp8_of, moved_on, told

@@ -12,7 +12,7 @@ import pytest
 
 from sharded_train.__main__ import main
 from sharded_train.precision_log import PrecisionLog, read
-from sharded_train.precision_verb import spark
+from sharded_train.verbs.precision import spark
 
 
 def line(step: int, lost: float) -> dict[str, Any]:

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from sharded_train import recipe as recipes
-from sharded_train import recipe_checks, recipe_ranges
 from sharded_train.config import to_dict
-from sharded_train.config_file import CONFIGS
-from sharded_train.config_values import groups
+from sharded_train.config.file import CONFIGS
+from sharded_train.config.values import groups
 from sharded_train.errors import ConfigError
 from sharded_train.precision import LossScaleConfig
 from sharded_train.recipe import Recipe, check, from_dict, load, warnings_of
+from sharded_train.recipe import checks as recipe_checks
+from sharded_train.recipe import ranges as recipe_ranges
 
 
 def changed(*overrides: str) -> Recipe:
@@ -299,7 +300,7 @@ def test_every_number_has_a_range() -> None:
         *("mesh.data", "mesh.tensor", "mesh.pipeline", "mesh.sequence"),  # mesh.resolve_sizes
         *(f"data.{name}" for name in ("max_bytes", "validation_fraction", "num_epochs", "read_threads")),  # DataConfig
         *("train.stop_at", "model.attention_windows"),  # against num_steps and sequence_length
-        *("log.precision_every", "precision.fp8.amax_history_length", "precision.fp8.margin"),  # recipe_precision
+        *("log.precision_every", "precision.fp8.amax_history_length", "precision.fp8.margin"),  # recipe.precision
         *("precision.fp8.bf16_layers.first", "precision.fp8.bf16_layers.last"),
         *(f"precision.fp16.{field.name}" for field in dataclasses.fields(LossScaleConfig)),
     }

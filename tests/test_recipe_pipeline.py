@@ -8,10 +8,10 @@ import re
 import jax
 import pytest
 
-from sharded_train import recipe_pipeline
 from sharded_train.errors import ConfigError
 from sharded_train.mesh import stand_ins
 from sharded_train.recipe import Recipe, check, from_dict, program_on, warnings_of
+from sharded_train.recipe import pipeline as recipe_pipeline
 from sharded_train.schedules.simulate import neighbours
 from sharded_train.show import describe
 

@@ -16,13 +16,14 @@ from typing import Any, NoReturn
 import jax
 import pytest
 
-from sharded_train import launch, noise, rehearse_verb
+from sharded_train import launch, noise
 from sharded_train.__main__ import main
-from sharded_train.config_file import CONFIGS
+from sharded_train.config.file import CONFIGS
 from sharded_train.recipe import Recipe
 from sharded_train.rehearse import compile as compiling
 from sharded_train.rehearse.clusters import Cluster
 from sharded_train.rehearse.run import Rehearsal
+from sharded_train.verbs import rehearse as rehearse_verb
 from tests.rehearsed import tiny
 
 BIG = f"--config={CONFIGS / 'llama3_8b.py'}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sharded_train.__main__ import main
-from sharded_train.config_file import CONFIGS
+from sharded_train.config.file import CONFIGS
 from sharded_train.rehearse.outputs import STDOUT, problems_of
 
 BIG = f"--config={CONFIGS / 'llama3_8b.py'}"
@@ -66,7 +66,7 @@ def test_hard_links_are_one_file(tmp_path: Path) -> None:
 def test_the_verb_refuses_before_it_compiles(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sharded_train.rehearse_verb.rehearse_one", lambda *_: pytest.fail("compiles"))
+    monkeypatch.setattr("sharded_train.verbs.rehearse.rehearse_one", lambda *_: pytest.fail("compiles"))
     same = tmp_path / "same"
     assert main(["rehearse", BIG, "--cluster=h100:8x8", f"--json={same}", f"--trace={same}"]) == 2
     assert "give each its own" in capsys.readouterr().err

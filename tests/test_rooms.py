@@ -14,14 +14,11 @@ ROOMS = {
     "language": "errors compat gpu_flags links sharding params collectives in_order in_place precision schedules",
     "model": "ops models",
     "step": "optimizer local attending gradients pipeline scaling model_order step",
-    "run": "exits mesh config config_values flops config_file mesh_picture equivalence data checkpoint workdir metrics "
-    "devices peak recipe recipe_checks recipe_ranges recipe_warnings recipe_pipeline recipe_attention recipe_precision "
-    "noise assemble calibrate precision_log precision_verb precision_page train_precision scaling_resumed report "
-    "stopping memory begin train evaluate generate show show_pipeline show_tables data_verb data_rows schedule_verb "
-    "decode schedule_bounds schedule_check schedule_page schedule_picture schedule_remarks rehearse rehearse_verb "
-    "attention_check faults launch_verb profiling initial_weights goodput_verb draw bench collectives_verb doctor "
-    "doctor_verb checkpoints_verb checkpoints_tables",
-    "entry": "launch options verbs __main__",
+    "run": "exits mesh mesh_picture devices peak flops noise tables config recipe workdir checkpoint data metrics "
+    "precision_log train_precision assemble begin train calibrate initial_weights scaling_resumed report stopping "
+    "memory profiling evaluate generate decode equivalence attention_check faults show schedule_report rehearse draw "
+    "bench doctor verbs",
+    "entry": "launch options commands __main__",
 }
 LEVEL = {name: level for level, names in enumerate(ROOMS.values()) for name in names.split()}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem != "__init__")

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from sharded_train.__main__ import main
-from sharded_train.schedule_picture import bars, draw, moments
-from sharded_train.schedule_remarks import count
+from sharded_train.schedule_report.picture import bars, draw, moments
+from sharded_train.schedule_report.remarks import count
 from sharded_train.schedules.build import SCHEDULES, default_chunks, make
 from sharded_train.schedules.costs import Costs
 from sharded_train.schedules.simulate import neighbours, work

@@ -14,9 +14,9 @@ import pytest
 
 from benchmarks.schedules import single_operations
 from sharded_train.errors import ConfigError
-from sharded_train.schedule_bounds import asynchronous, lockstep, useful_sends
-from sharded_train.schedule_check import check, check_slots
-from sharded_train.schedule_remarks import remarks
+from sharded_train.schedule_report.bounds import asynchronous, lockstep, useful_sends
+from sharded_train.schedule_report.check import check, check_slots
+from sharded_train.schedule_report.remarks import remarks
 from sharded_train.schedules.build import SCHEDULES, make
 from sharded_train.schedules.costs import Costs
 from sharded_train.schedules.simulate import in_flight, neighbours, work
@@ -269,7 +269,7 @@ def test_a_choice_that_costs_is_said_with_its_numbers() -> None:
 
 def test_the_schedules_need_numpy_alone() -> None:
     code = (
-        "import sys; from sharded_train import schedule_check\n"
+        "import sys; from sharded_train.schedule_report import check\n"
         "from sharded_train.schedules import build, slots, split\n"
         "build.make('1f1b', 2, 3); assert not {'jax', 'rich', 'ml_collections'} & set(sys.modules)"
     )

@@ -24,8 +24,8 @@ from sharded_train.precision import Bf16Layers, Fp8Config, PrecisionConfig
 from sharded_train.recipe import Recipe, TrainConfig, from_dict, program_on
 from sharded_train.sharding import ZeroConfig
 from sharded_train.show import bytes_held, describe, show
-from sharded_train.show_tables import attention_in_words, bytes_in_words, flops_in_words, print_facts
 from sharded_train.step import TrainState
+from sharded_train.tables import attention_in_words, bytes_in_words, flops_in_words, print_facts
 
 SMALL = DecoderConfig(vocab_size=67, d_model=24, num_layers=3, num_heads=4, num_kv_heads=2, d_ff=20, bias=True)
 

@@ -12,15 +12,18 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from sharded_train import recipe_pipeline, report, schedule_picture, show_pipeline
+from sharded_train import report
 from sharded_train.mesh import build_mesh, layout, stand_ins
 from sharded_train.mesh_picture import draw_mesh
 from sharded_train.params import named_leaves
 from sharded_train.recipe import Recipe, from_dict, program_on
+from sharded_train.recipe import pipeline as recipe_pipeline
+from sharded_train.schedule_report import picture as schedule_picture
 from sharded_train.schedules.costs import Costs
 from sharded_train.schedules.simulate import in_flight, neighbours
 from sharded_train.show import bytes_held, describe
-from sharded_train.show_tables import print_facts
+from sharded_train.show import pipeline as show_pipeline
+from sharded_train.tables import print_facts
 
 SMALL = {
     "model": {"vocab_size": 64, "d_model": 32, "num_layers": 7, "num_heads": 4, "d_ff": 64},

@@ -30,7 +30,6 @@ from sharded_train import train as training
 from sharded_train import workdir as workdirs
 from sharded_train.checkpoint import Checkpointer, SavePolicy
 from sharded_train.checkpoint.peers import Peers
-from sharded_train.checkpoints_verb import checkpoints
 from sharded_train.errors import ConfigError
 from sharded_train.evaluate import evaluate
 from sharded_train.exits import Exit
@@ -43,6 +42,7 @@ from sharded_train.recipe import Recipe
 from sharded_train.report import command_to_resume
 from sharded_train.step import Program
 from sharded_train.train import train
+from sharded_train.verbs.checkpoints import checkpoints
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from sharded_train.bench.measure import Point
-from sharded_train.show_tables import bytes_in_words
+from sharded_train.tables import bytes_in_words
 
 COLOURS = ("#4c78c8", "#d9a441", "#3d9a5f", "#c4574f", "#8b6bc7", "#3a9fb0", "#a0764a", "#c76b9a")
 STYLE = """<style>.paper { fill: #fff } .ink { fill: #1c2430 } .line { stroke: #d9dee5 }

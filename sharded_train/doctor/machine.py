@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sharded_train.doctor.finding import Finding, judged
-from sharded_train.show_tables import bytes_in_words
+from sharded_train.tables import bytes_in_words
 
 OPEN_FILES = 4096  # sockets of gloo or NCCL, rows of data, a checkpoint's parts
 SHARED_MEMORY = 2**30  # bytes in /dev/shm; NCCL takes some 10 MiB for each pair of GPUs, Grain rows in flight

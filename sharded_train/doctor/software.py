@@ -12,7 +12,7 @@ from typing import Any
 from sharded_train import __version__
 from sharded_train.doctor.finding import Finding, judged
 from sharded_train.links import hosts_of
-from sharded_train.show_tables import bytes_in_words
+from sharded_train.tables import bytes_in_words
 
 JAX = ((0, 10, 2), (0, 13))  # from, and below
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")

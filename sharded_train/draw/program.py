@@ -11,11 +11,11 @@ from sharded_train.rehearse import compare, page, page_time, page_wires
 from sharded_train.rehearse.page_parts import figure, table
 from sharded_train.rehearse.page_timeline import timeline as timeline_svg
 from sharded_train.rehearse.timeline import seconds_in_words
-from sharded_train.schedule_picture import svg
+from sharded_train.schedule_report.picture import svg
 from sharded_train.schedules.costs import Costs
 from sharded_train.schedules.simulate import neighbours
 from sharded_train.schedules.table import Schedule
-from sharded_train.show_tables import bytes_in_words
+from sharded_train.tables import bytes_in_words
 
 
 class Found(Protocol):

@@ -15,7 +15,7 @@ from sharded_train.draw.display import Html
 from sharded_train.draw.mesh import COLOURS
 from sharded_train.errors import ConfigError
 from sharded_train.rehearse.page_parts import table
-from sharded_train.show_tables import bytes_in_words
+from sharded_train.tables import bytes_in_words
 
 PICTURES = 6  # arrays that are drawn; the table has all
 BOX, MOST_LINES = 300, 16  # pixels of the longer side; pieces along one side that are drawn apart

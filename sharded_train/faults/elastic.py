@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sharded_train import recipe as recipes
-from sharded_train import recipe_checks
 from sharded_train.errors import ConfigError
 from sharded_train.recipe import Recipe
+from sharded_train.recipe import checks as recipe_checks
 from sharded_train.sharding import REPLICA
 
 

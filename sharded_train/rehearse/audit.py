@@ -23,7 +23,7 @@ from sharded_train.rehearse.run import cluster_facts, versions
 from sharded_train.rehearse.transplant import name_of_function, transplant
 from sharded_train.rehearse.wires_places import Places
 from sharded_train.show import mesh_facts
-from sharded_train.show_tables import WIDTH, bytes_in_words, links_table, new_table
+from sharded_train.tables import WIDTH, bytes_in_words, links_table, new_table
 
 
 @dataclasses.dataclass(frozen=True)

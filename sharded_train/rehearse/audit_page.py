@@ -9,7 +9,7 @@ from typing import Any
 from sharded_train.rehearse import page as whole
 from sharded_train.rehearse import page_time, page_wires
 from sharded_train.rehearse.page_parts import fragment, paragraph, table
-from sharded_train.show_tables import bytes_in_words
+from sharded_train.tables import bytes_in_words
 
 
 def page(facts: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from sharded_train.rehearse import computed
 from sharded_train.rehearse.timeline import exposed_seconds, seconds_in_words
 from sharded_train.rehearse.verdict import UNLIKE
-from sharded_train.show_tables import bytes_in_words, flops_in_words, new_table
+from sharded_train.tables import bytes_in_words, flops_in_words, new_table
 
 BEST = "◀"
 NAMES, LEAST = 26, 18  # characters of the rows' names, and of a column at least: "shortest that fits"

@@ -25,8 +25,8 @@ from sharded_train import compat, gpu_flags
 from sharded_train.errors import ConfigError
 from sharded_train.mesh import StandIn, layout
 from sharded_train.recipe import Recipe, check, program_on
-from sharded_train.recipe_checks import fits
-from sharded_train.recipe_precision import on_device
+from sharded_train.recipe.checks import fits
+from sharded_train.recipe.precision import on_device
 from sharded_train.rehearse import buffers
 from sharded_train.rehearse.buffers import Temporaries
 from sharded_train.rehearse.clusters import Cluster

@@ -25,7 +25,7 @@ from sharded_train.rehearse.hlo_walk import Run, walk
 from sharded_train.rehearse.pace import Pace
 from sharded_train.rehearse.products import Product, Work, format_of, work_of
 from sharded_train.rehearse.scopes import phase_of, words_of
-from sharded_train.show_tables import flops_in_words, new_table
+from sharded_train.tables import flops_in_words, new_table
 
 ATTENTION_WORDS = (
     "Attention by cuDNN: 2 products forward, 5 backward (the first computes the scores again). A causal mask that the "

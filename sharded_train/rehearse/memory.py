@@ -27,8 +27,8 @@ from sharded_train.rehearse.origins import Origins, argument_in_words
 from sharded_train.rehearse.wires import Collective
 from sharded_train.sharding import is_placement
 from sharded_train.show import bytes_held
-from sharded_train.show_tables import bytes_in_words, new_table
 from sharded_train.step import Program
+from sharded_train.tables import bytes_in_words, new_table
 
 TOO_CLOSE = 0.03  # of what there is
 LARGEST = 12  # arrays named

@@ -17,8 +17,8 @@ from sharded_train.rehearse.page_parts import figure, heading, paragraph, table
 from sharded_train.rehearse.page_style import STYLE, series
 from sharded_train.rehearse.timeline import exposed_seconds, seconds_in_words
 from sharded_train.rehearse.verdict import sentence
-from sharded_train.show_pipeline import image
-from sharded_train.show_tables import bytes_in_words, flops_in_words, pipeline_title
+from sharded_train.show.pipeline import image
+from sharded_train.tables import bytes_in_words, flops_in_words, pipeline_title
 
 LOOKS = {"fits": "good", "does not fit": "bad"}  # of the verdict; anything else is close
 LARGEST = 12  # arrays in the table of the largest

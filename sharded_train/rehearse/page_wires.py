@@ -11,7 +11,7 @@ from sharded_train.rehearse.page_style import colour_of_axes
 from sharded_train.rehearse.timeline import seconds_in_words
 from sharded_train.rehearse.wires_tables import CONVENTION, arrays_in_words, once_each, spans_in_words
 from sharded_train.rehearse.wires_totals import axes_in_words, number_in_words
-from sharded_train.show_tables import bytes_in_words
+from sharded_train.tables import bytes_in_words
 
 ROWS = 14  # collectives in the table at first, alike ones being one; the others unfold
 

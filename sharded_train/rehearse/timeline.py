@@ -24,7 +24,7 @@ from sharded_train.rehearse.scopes import words_of
 from sharded_train.rehearse.streams import Streams
 from sharded_train.rehearse.streams_state import LoopRun, Result
 from sharded_train.rehearse.wires import Collective
-from sharded_train.show_tables import flops_in_words, new_table
+from sharded_train.tables import flops_in_words, new_table
 
 KINDS = {"products": "matrix products", "attention": "attention", "other": "other kernels"}
 IDLE = "The pipeline's bubble, what the mean stage waits for those that the step waits for"

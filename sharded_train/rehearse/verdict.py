@@ -12,7 +12,7 @@ from typing import Any
 
 from sharded_train.rehearse import computed
 from sharded_train.rehearse.timeline import exposed_seconds, link_words, seconds_in_words
-from sharded_train.show_tables import bytes_in_words, new_table
+from sharded_train.tables import bytes_in_words, new_table
 
 WORTH = 0.01  # of a step: what saves less is not worth a line
 MOST = 5  # things to try

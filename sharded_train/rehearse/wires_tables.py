@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from sharded_train.rehearse.wires_totals import axes_in_words, number_in_words
-from sharded_train.show_tables import bytes_in_words, new_table
+from sharded_train.tables import bytes_in_words, new_table
 
 ROWS = 24  # of collectives; the smallest beyond that share a row
 CONVENTION = "Bytes are those that each device sends in a step, as nccl-tests counts them."

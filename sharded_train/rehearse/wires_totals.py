@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from sharded_train.show_tables import bytes_in_words
+from sharded_train.tables import bytes_in_words
 
 if TYPE_CHECKING:
     from sharded_train.rehearse.wires import Collective, Unknown

@@ -1,7 +1,7 @@
 """How long a schedule takes and what it holds: found by playing its table with real costs, never by counting ticks.
 
 A tick ends in a send to each neighbour in the ring, so a stage begins its next tick when it *and its neighbours* have
-ended this one. `schedule_bounds` has the bounds on either side.
+ended this one. `schedule_report.bounds` has the bounds on either side.
 """
 
 from __future__ import annotations

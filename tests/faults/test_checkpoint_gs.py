@@ -32,10 +32,10 @@ from sharded_train.checkpoint import (
     files,
     record,
 )
-from sharded_train.checkpoints_verb import checkpoints
 from sharded_train.errors import ConfigError
 from sharded_train.exits import Exit, Unanswered
-from sharded_train.launch_verb import free_port
+from sharded_train.verbs.checkpoints import checkpoints
+from sharded_train.verbs.launch import free_port
 from tests.gcs_stand_in import Bucket, serving
 
 needs_gcsfs = pytest.mark.skipif(importlib.util.find_spec("gcsfs") is None, reason="needs the extra gcs")

@@ -11,7 +11,7 @@ import pytest
 
 from sharded_train.exits import Exit
 from sharded_train.faults.goodput import FILE, Goodput, GoodputLog, account, read
-from sharded_train.goodput_verb import goodput
+from sharded_train.verbs.goodput import goodput
 
 
 def begin(at: float) -> dict[str, Any]:

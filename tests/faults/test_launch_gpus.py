@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sharded_train import launch_verb
 from sharded_train.errors import ConfigError
 from sharded_train.faults.supervisor import Policy, Supervisor
+from sharded_train.verbs import launch as launch_verb
 
 TRAIN = ("train", "--config=c.py", "--workdir=runs/a")
 

@@ -20,7 +20,7 @@ import pytest
 
 from sharded_train.exits import Exit
 from sharded_train.faults.goodput import account, read
-from sharded_train.launch_verb import free_port
+from sharded_train.verbs.launch import free_port
 
 STEPS = 60
 SETTINGS: dict[str, Any] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import soak
-from sharded_train.launch_verb import free_port
+from sharded_train.verbs.launch import free_port
 
 LATE = """
 import shutil, sys, threading, time

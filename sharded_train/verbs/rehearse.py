@@ -25,8 +25,8 @@ from sharded_train.rehearse.compile import CompilerFailure, check_layout, check_
 from sharded_train.rehearse.outputs import STDOUT, problems_of
 from sharded_train.rehearse.run import Rehearsal
 from sharded_train.rehearse.run import rehearse as rehearse_one
-from sharded_train.show_pipeline import picture
-from sharded_train.show_tables import WIDTH, links_table, pipeline_tables
+from sharded_train.show.pipeline import picture
+from sharded_train.tables import WIDTH, links_table, pipeline_tables
 
 ONE_PROGRAM = ("html", "hlo", "trace")  # outputs that are of one program
 

@@ -15,7 +15,7 @@ from sharded_train import precision_log
 from sharded_train.errors import ConfigError
 from sharded_train.exits import Exit
 from sharded_train.rehearse.outputs import problems_of
-from sharded_train.show_tables import WIDTH, new_table
+from sharded_train.tables import WIDTH, new_table
 
 BARS = "▁▂▃▄▅▆▇█"
 HISTORY = 24  # of a history in the terminal
@@ -39,7 +39,7 @@ def precision(workdir: Path, *, html: Path | None, json: bool = False) -> int:
         )
     found = facts(lines)
     if html is not None:
-        from sharded_train.precision_page import page
+        from sharded_train.verbs.precision_page import page
 
         html.write_text(page(found, str(workdir)), encoding="utf-8")
         print(f"wrote {html}", file=sys.stderr)

@@ -19,10 +19,10 @@ from rich.text import Text
 from sharded_train import workdir as layout
 from sharded_train.data.prepare import TextData, prepare
 from sharded_train.data.statistics import statistics
-from sharded_train.data_rows import print_row, row_facts
 from sharded_train.errors import ConfigError
 from sharded_train.recipe import Recipe
-from sharded_train.show_tables import WIDTH
+from sharded_train.tables import WIDTH
+from sharded_train.verbs.data_rows import print_row, row_facts
 
 _BAR = 30  # characters
 

@@ -80,7 +80,7 @@ def _show(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _data(args: argparse.Namespace, overrides: list[str]) -> int:
     recipe = _recipe(args, overrides, start=False)
-    from sharded_train.data_verb import data
+    from sharded_train.verbs.data import data
 
     return data(recipe, args.workdir, num_workers=args.workers, show=args.show, json=args.json)
 
@@ -89,7 +89,7 @@ def _rehearse(args: argparse.Namespace, overrides: list[str]) -> int:
     variants = args.compare or {str(args.config): []}
     recipes = {name: _recipe(args, [*overrides, *more], start=False, check=False) for name, more in variants.items()}
     launch.without_gpu()
-    from sharded_train.rehearse_verb import rehearse
+    from sharded_train.verbs.rehearse import rehearse
 
     outputs = {
         kind: getattr(args, kind) for kind in ("json", "html", "hlo", "trace") if getattr(args, kind) is not None
@@ -98,7 +98,7 @@ def _rehearse(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _schedule(args: argparse.Namespace, overrides: list[str]) -> int:
-    from sharded_train.schedule_verb import schedule
+    from sharded_train.verbs.schedule import schedule
 
     return schedule(
         args.schedule,
@@ -118,7 +118,7 @@ def _collectives(args: argparse.Namespace, overrides: list[str]) -> int:
 
     asked = recipe.load(args.config, overrides) if args.config is not None else recipe.from_dict({}, overrides)
     launch.start(args, asked.distributed)
-    from sharded_train.collectives_verb import collectives
+    from sharded_train.verbs.collectives import collectives
 
     outputs = {kind: getattr(args, kind) for kind in ("json", "svg") if getattr(args, kind) is not None}
     sizes = {"least": args.min, "most": args.max, "repeat": args.repeat}
@@ -131,14 +131,14 @@ def _doctor(args: argparse.Namespace, overrides: list[str]) -> int:
 
     asked = None if args.config is None else recipe.load(args.config, overrides)
     launch.start(args, (asked or recipe.Recipe()).distributed)
-    from sharded_train.doctor_verb import doctor
+    from sharded_train.verbs.doctor import doctor
 
     return doctor(asked, args.workdir, json=args.json)
 
 
 def _launch(args: argparse.Namespace, overrides: list[str]) -> int:
     from sharded_train.faults.supervisor import Policy
-    from sharded_train.launch_verb import launch as supervise
+    from sharded_train.verbs.launch import launch as supervise
 
     return supervise(
         getattr(args, "command", []),
@@ -152,14 +152,14 @@ def _launch(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _goodput(args: argparse.Namespace, overrides: list[str]) -> int:
     with launch.quiet_plugin():
-        from sharded_train.goodput_verb import goodput
+        from sharded_train.verbs.goodput import goodput
 
     return goodput(args.workdir, json=args.json)
 
 
 def _checkpoints(args: argparse.Namespace, overrides: list[str]) -> int:
     with launch.quiet_plugin():
-        from sharded_train.checkpoints_verb import checkpoints
+        from sharded_train.verbs.checkpoints import checkpoints
 
     return checkpoints(
         args.action,
@@ -174,7 +174,7 @@ def _checkpoints(args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _precision(args: argparse.Namespace, overrides: list[str]) -> int:
     with launch.quiet_plugin():
-        from sharded_train.precision_verb import precision
+        from sharded_train.verbs.precision import precision
 
     return precision(args.workdir, html=args.html, json=args.json)
 

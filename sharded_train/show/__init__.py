@@ -24,11 +24,11 @@ from sharded_train.links import hosts_of, links
 from sharded_train.mesh import layout, stand_ins
 from sharded_train.mesh_picture import draw_mesh
 from sharded_train.recipe import Recipe, check, program_on, warnings_of
-from sharded_train.recipe_checks import fits
+from sharded_train.recipe.checks import fits
 from sharded_train.sharding import Placement, dims_of, is_placement
-from sharded_train.show_pipeline import describe as describe_pipeline
-from sharded_train.show_tables import print_facts
+from sharded_train.show.pipeline import describe as describe_pipeline
 from sharded_train.step import Program
+from sharded_train.tables import print_facts
 
 FP32 = 4  # bytes
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sharded_train.report import printable
-from sharded_train.show_tables import WIDTH, bytes_in_words
+from sharded_train.tables import WIDTH, bytes_in_words
 
 
 def print_list(found: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from sharded_train.mesh import MeshConfig, build_mesh
 from sharded_train.rehearse.outputs import STDOUT, problems_of
 from sharded_train.rehearse.timeline import seconds_in_words
 from sharded_train.show import mesh_facts
-from sharded_train.show_tables import WIDTH, bytes_in_words, links_table, new_table
+from sharded_train.tables import WIDTH, bytes_in_words, links_table, new_table
 
 LEAST, MOST_CPU, MOST_GPU = 4 * 2**10, 4 * 2**20, 2**30  # bytes
 NOTE = (

@@ -15,15 +15,15 @@ from rich.text import Text
 
 from sharded_train.errors import ConfigError
 from sharded_train.rehearse.outputs import problems_of
-from sharded_train.schedule_bounds import asynchronous, useful_sends
-from sharded_train.schedule_picture import draw, legend, png, svg
-from sharded_train.schedule_remarks import count, remarks
+from sharded_train.schedule_report.bounds import asynchronous, useful_sends
+from sharded_train.schedule_report.picture import draw, legend, png, svg
+from sharded_train.schedule_report.remarks import count, remarks
 from sharded_train.schedules.build import default_chunks, make
 from sharded_train.schedules.costs import Costs
 from sharded_train.schedules.simulate import in_flight, neighbours
 from sharded_train.schedules.slots import slots
 from sharded_train.schedules.table import Schedule
-from sharded_train.show_tables import WIDTH, bytes_in_words, new_table
+from sharded_train.tables import WIDTH, bytes_in_words, new_table
 
 MOST = 16  # stages that are listed one by one
 
@@ -197,6 +197,6 @@ def _write(schedule: Schedule, costs: Costs, facts: Mapping[str, Any], pictures:
 
 def _page(facts: Mapping[str, Any], image: str) -> str:
     """The picture and the numbers as one HTML file that needs no other."""
-    from sharded_train.schedule_page import page  # its looks are those of `rehearse`, which brings jax
+    from sharded_train.schedule_report.page import page  # its looks are those of `rehearse`, which brings jax
 
     return page(title(facts), image, _numbers(facts), _stages(facts), facts)

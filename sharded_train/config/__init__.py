@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
-from sharded_train.config_values import Mismatch, checked, groups, item_groups, read, shown, wanted
+from sharded_train.config.values import Mismatch, checked, groups, item_groups, read, shown, wanted
 from sharded_train.errors import ConfigError, did_you_mean, nearest_word
 
 T = TypeVar("T")

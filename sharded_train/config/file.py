@@ -15,10 +15,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from sharded_train.config_values import shown
+from sharded_train.config.values import shown
 from sharded_train.errors import ConfigError, did_you_mean
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"  # is there when the project runs from its repository
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"  # is there when the project runs from its repository
 
 
 def run(path: Path | str) -> Mapping[str, Any] | ConfigDict:

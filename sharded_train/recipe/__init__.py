@@ -9,16 +9,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from sharded_train import (
-    config,
-    config_file,
-    recipe_attention,
-    recipe_checks,
-    recipe_pipeline,
-    recipe_precision,
-    recipe_warnings,
-)
+from sharded_train import config
 from sharded_train.checkpoint.config import CheckpointConfig
+from sharded_train.config import file as config_file
 from sharded_train.data.config import DataConfig
 from sharded_train.errors import ConfigError
 from sharded_train.faults.config import DistributedConfig, FaultsConfig, WatchdogConfig
@@ -28,6 +21,7 @@ from sharded_train.models import DecoderConfig, Model
 from sharded_train.optimizer import AdamW, Cosine, Optimizer, Schedule
 from sharded_train.pipeline import PipelineConfig
 from sharded_train.precision import PrecisionConfig
+from sharded_train.recipe import attention, checks, pipeline, precision, warnings
 from sharded_train.sharding import ZeroConfig
 from sharded_train.step import Program, TrainConfig, build_program
 
@@ -96,13 +90,13 @@ def check(recipe: Recipe, num_devices: int | None) -> None:
 
 def problems_of(recipe: Recipe, num_devices: int | None) -> list[str]:
     """Every violation, as `check` raises them."""
-    sizes, problems = recipe_checks.axis_sizes(recipe, num_devices)
-    problems += recipe_checks.out_of_range(recipe)
-    problems += recipe_checks.contradictions(recipe)
-    problems += recipe_checks.indivisible(recipe, sizes, num_devices)
-    problems += recipe_attention.problems(recipe)
-    problems += recipe_pipeline.problems(recipe, sizes)
-    problems += recipe_precision.problems(recipe, sizes)
+    sizes, problems = checks.axis_sizes(recipe, num_devices)
+    problems += checks.out_of_range(recipe)
+    problems += checks.contradictions(recipe)
+    problems += checks.indivisible(recipe, sizes, num_devices)
+    problems += attention.problems(recipe)
+    problems += pipeline.problems(recipe, sizes)
+    problems += precision.problems(recipe, sizes)
     return problems
 
 
@@ -123,9 +117,9 @@ def program_on(recipe: Recipe, mesh: Mesh) -> Program:
 
 def warnings_of(recipe: Recipe, num_devices: int | None) -> list[str]:
     """What a checked recipe asks for that changes nothing or costs more than it brings, in words, before the run."""
-    sizes, _ = recipe_checks.axis_sizes(recipe, num_devices)
+    sizes, _ = checks.axis_sizes(recipe, num_devices)
     return [
-        *recipe_warnings.without_effect(recipe, sizes),
-        *recipe_pipeline.warnings(recipe, sizes),
-        *recipe_precision.warnings(recipe, sizes),
+        *warnings.without_effect(recipe, sizes),
+        *pipeline.warnings(recipe, sizes),
+        *precision.warnings(recipe, sizes),
     ]

@@ -1,4 +1,4 @@
-"""The facts that `show` finds, as tables in text."""
+"""Facts as tables in text: those of `show`, and the parts that other verbs print with."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _memory(facts: Mapping[str, Any]) -> Table:
 
 
 def pipeline_tables(facts: Mapping[str, Any]) -> list[Any]:
-    """What `show_pipeline.describe` found, for a terminal."""
+    """What `show.pipeline.describe` found, for a terminal."""
     numbers = Table.grid("", Column("", justify="right"), "", padding=(0, 2, 0, 0))
     slower = facts["time"] / facts["time_1f1b"] - 1
     beside = f"; 1f1b takes {-slower / (1 + slower):.1%} longer" if slower < -1e-3 else ""

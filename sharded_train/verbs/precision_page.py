@@ -22,7 +22,7 @@ SECTIONS = (
 
 
 def page(found: Mapping[str, Any], title: str) -> str:
-    """The page, from the facts of `precision_verb.facts`."""
+    """The page, from the facts of `verbs.precision.facts`."""
     return document(f"Precision: {title}", "\n".join(_body(found, title)))
 
 

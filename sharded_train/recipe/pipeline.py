@@ -8,18 +8,20 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from sharded_train import params, recipe_attention, recipe_checks
+from sharded_train import params
 from sharded_train.errors import ConfigError
 from sharded_train.mesh import AXES
 from sharded_train.models import Model
 from sharded_train.pipeline import Pipeline, PipelineConfig, pipeline_of
-from sharded_train.recipe_ranges import MOST_LAYERS
-from sharded_train.schedule_remarks import remarks
+from sharded_train.recipe import attention as recipe_attention
+from sharded_train.recipe import checks as recipe_checks
+from sharded_train.recipe.ranges import MOST_LAYERS
+from sharded_train.schedule_report.remarks import remarks
 from sharded_train.schedules.build import default_chunks, make
 from sharded_train.schedules.simulate import neighbours
 from sharded_train.schedules.split import split
 from sharded_train.sharding import is_placement, plan_of
-from sharded_train.show_tables import bytes_in_words
+from sharded_train.tables import bytes_in_words
 
 if TYPE_CHECKING:
     from sharded_train.recipe import Recipe

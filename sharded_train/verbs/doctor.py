@@ -24,7 +24,7 @@ from sharded_train.exits import Exit
 from sharded_train.links import hosts_of
 from sharded_train.recipe import Recipe
 from sharded_train.show import FP32, describe
-from sharded_train.show_tables import WIDTH
+from sharded_train.tables import WIDTH
 
 STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 WAIT = 300.0  # seconds for the slowest process to have looked

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sharded_train.devices import DEVICES
 from sharded_train.precision import Bf16Layers, Fp8Config, LossScaleConfig
 from sharded_train.precision.blocks import BLOCK
-from sharded_train.recipe_checks import nearest_multiples, row_unit
+from sharded_train.recipe.checks import nearest_multiples, row_unit
 
 if TYPE_CHECKING:
     from sharded_train.recipe import Recipe

@@ -8,21 +8,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.text import Text
 
-from sharded_train import schedule_picture, schedule_verb
 from sharded_train.pipeline import Pipeline
-from sharded_train.recipe_pipeline import one_chunk_of
+from sharded_train.recipe.pipeline import one_chunk_of
+from sharded_train.schedule_report import picture as schedule_picture
 from sharded_train.schedules.build import make
 from sharded_train.schedules.costs import Costs
 from sharded_train.schedules.simulate import neighbours
 from sharded_train.schedules.table import Schedule
 from sharded_train.step import Program
+from sharded_train.verbs import schedule as schedule_verb
 
 if TYPE_CHECKING:
     from sharded_train.recipe import Recipe
 
 
 def describe(recipe: Recipe, program: Program, parameters: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What `schedule_verb.describe` tells of the schedule, and of the layers. Bytes are those of one device.
+    """What `verbs.schedule.describe` tells of the schedule, and of the layers. Bytes are those of one device.
 
     Times are in units of one layer's forward of a microbatch. `layers [stage][chunk]` are numbers of layers, `loads`
     the same with the head's work in it; `padding [stage]` is how many more a stage has room for, which hold zeros.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sharded_train.errors import ConfigError
 from sharded_train.mesh import AXES, resolve_sizes
 from sharded_train.optimizer import WSD, Cosine, Linear, Lion
-from sharded_train.recipe_ranges import RANGES
+from sharded_train.recipe.ranges import RANGES
 
 if TYPE_CHECKING:
     from sharded_train.recipe import Recipe

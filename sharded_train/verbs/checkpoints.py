@@ -12,7 +12,6 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from sharded_train import checkpoints_tables as tables
 from sharded_train import workdir as layout
 from sharded_train.checkpoint import arrays, digest, files, leaves, record
 from sharded_train.checkpoint.checkpointer import superseded
@@ -22,6 +21,7 @@ from sharded_train.config import differences
 from sharded_train.errors import ConfigError
 from sharded_train.exits import Exit
 from sharded_train.faults.lock import WorkdirLock
+from sharded_train.verbs import checkpoints_tables as tables
 
 
 def checkpoints(

@@ -1,0 +1,1 @@
+"""What is told of a pipeline schedule: proofs, bounds, remarks and pictures. The tables are made in `schedules`."""
