@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write curves here, after every run")
     parser.add_argument("--curves", nargs="+", type=Path, help="files of --json: tell of these, train nothing")
-    parser.add_argument("--plots", type=Path, help="a folder: draw loss.svg and beside.svg here")
+    parser.add_argument("--plots", type=Path, help="a folder: draw fp8_loss.svg and fp8_beside.svg here")
     args = parser.parse_args()
     if args.cost:
         cost(args)
@@ -104,7 +104,7 @@ def tell(curves: Curves) -> None:
 
 
 def draw_into(folder: Path, curves: Curves, points: int = 20) -> None:
-    """loss.svg and beside.svg: means of each 20th of the steps over the seeds that all have, and beside bf16's."""
+    """fp8_loss.svg and fp8_beside.svg: means of each 20th of the steps over the seeds that all have, and beside bf16's."""
     from sharded_train import draw
 
     seeds = set.intersection(*(set(those) for those in curves.values()))
@@ -116,10 +116,10 @@ def draw_into(folder: Path, curves: Curves, points: int = 20) -> None:
     labels = {"title": title, "xlabel": "step"}
     folder.mkdir(parents=True, exist_ok=True)
     losses = {name: list(values) for name, values in means.items()}
-    draw.plot(losses, steps, ylabel="loss", **labels).savefig(folder / "loss.svg")
+    draw.plot(losses, steps, ylabel="loss", **labels).savefig(folder / "fp8_loss.svg")
     if "bf16" in means:
         close = {name: list(100 * (values / means["bf16"] - 1)) for name, values in means.items() if name != "unscaled"}
-        draw.plot(close, steps, ylabel="loss above bf16's, %", **labels).savefig(folder / "beside.svg")
+        draw.plot(close, steps, ylabel="loss above bf16's, %", **labels).savefig(folder / "fp8_beside.svg")
 
 
 def program_of(name: str, seed: int, args: argparse.Namespace) -> Program:
