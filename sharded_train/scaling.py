@@ -18,7 +18,7 @@ def fp8_of(precision: PrecisionConfig) -> Fp8 | None:
     if not precision.is_fp8:
         return None
     if precision.recipe == "mxfp8":
-        return Fp8("blocks", E4M3, E4M3, precision.fp8.margin)
+        return Fp8("blocks", E4M3, E4M3)
     backward = E5M2 if precision.fp8.format == "hybrid" else E4M3
     scaling: Any = precision.recipe.removeprefix("fp8_")
     return Fp8(scaling, E4M3, backward, precision.fp8.margin)

@@ -257,7 +257,7 @@ def test_what_products_are_quantised_to() -> None:
     assert of(DELAYED) == Fp8("delayed", E4M3, E5M2, 0)
     assert of(FP8, margin=2) == Fp8("current", E4M3, E5M2, 2)
     assert of(DELAYED, format="e4m3", margin=1) == Fp8("delayed", E4M3, E4M3, 1)
-    assert of(MX, margin=1) == Fp8("blocks", E4M3, E4M3, 1)
+    assert of(MX) == Fp8("blocks", E4M3, E4M3)
     assert [of(recipe) for recipe in ("fp32", "bf16", "fp16")] == [None] * 3
 
 
@@ -499,6 +499,7 @@ def test_what_changes_nothing_is_told() -> None:
         "precision.recipe=fp8_current", "precision.fp8.algorithm=most_recent"
     )
     assert "precision.fp8.format = e4m3 changes nothing" in told("precision.recipe=mxfp8", "precision.fp8.format=e4m3")
+    assert "precision.fp8.margin = 1 changes nothing" in told("precision.recipe=mxfp8", "precision.fp8.margin=1")
     assert "precision.fp8.bf16_layers" in told("precision.recipe=bf16", "precision.fp8.bf16_layers.first=1")
     assert "precision.fp16 changes nothing" in told("precision.fp16.initial=8")
     assert "precision.fp8.margin = 1 changes nothing" in told("precision.recipe=bf16", "precision.fp8.margin=1")

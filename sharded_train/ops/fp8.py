@@ -147,7 +147,7 @@ def products(x: jax.Array | Entered, weights: Sequence[tuple[Observed, Factors |
         assert not isinstance(x, Entered)
         x = compat.vary(x, compat.varying_axes(*(w.q for w in ws), *(w.g for w, _ in weights)))
         slots = [{**slot, "x": w.x} for slot, (w, _) in zip(slots, weights, strict=True)]
-        return mx.products(ws[0].how.margin, x, [w.q for w in ws], slots)  # type: ignore[no-any-return]
+        return mx.products(x, [w.q for w in ws], slots)  # type: ignore[no-any-return]
     entered = x if isinstance(x, Entered) else enter(x, [w for w, _ in weights])
     return _products(ws[0].how, entered, ws, slots)  # type: ignore[no-any-return]
 

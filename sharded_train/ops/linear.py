@@ -34,7 +34,7 @@ class Deferred(flax.struct.PyTreeNode):
     x: jax.Array | None  # [rows, in]
     y: jax.Array  # [rows, out]
     scale: jax.Array | None = None
-    blocks: int | None = flax.struct.field(pytree_node=False, default=None)  # the margin, of products in blocks
+    blocks: bool = flax.struct.field(pytree_node=False, default=False)  # whether the product is in them
 
     @classmethod
     def of(cls, w: jax.Array | fp8.Observed, rows: int, num_in: int, *, x: bool, axes: tuple[str, ...]) -> Deferred:
@@ -44,11 +44,10 @@ class Deferred(flax.struct.PyTreeNode):
             return cls(w, zeros(num_in, w.dtype) if x else None, zeros(w.size // num_in, w.dtype))
         assert w.w is not None
         how, num_out = w.w.how, w.size // num_in
-        of_x, of_y, margin = how.forward, how.backward, None
-        if how.scaling == "blocks":
-            of_x, of_y, margin = w.w.q.dtype, w.w.q.dtype, how.margin
+        blocks = how.scaling == "blocks"
+        of_x, of_y = (w.w.q.dtype, w.w.q.dtype) if blocks else (how.forward, how.backward)
         scale = compat.vary(jnp.float32(0), axes)
-        return cls(w.replace(grad=None), zeros(num_in, of_x) if x else None, zeros(num_out, of_y), scale, margin)
+        return cls(w.replace(grad=None), zeros(num_in, of_x) if x else None, zeros(num_out, of_y), scale, blocks)
 
 
 Weight = jax.Array | Deferred | fp8.Observed
@@ -122,9 +121,8 @@ def deferred_gradient(x: jax.Array, kept: Deferred, shape: tuple[int, ...]) -> j
     if kept.scale is None:
         return dot(x, kept.y, transpose_a=True, out_dtype=fp32).reshape(shape)
     with jax.named_scope("fp8"):
-        if kept.blocks is not None:
-            x_blocks, y_blocks = (quantised(a, 0, kept.blocks) for a in (x, kept.y))
-            return block_dot(x_blocks, y_blocks, fp32).reshape(shape)
+        if kept.blocks:
+            return block_dot(quantised(x, 0), quantised(kept.y, 0), fp32).reshape(shape)
         return dot(x, kept.y, transpose_a=True, out_dtype=fp32, precision="highest").reshape(shape) * kept.scale
 
 

@@ -23,45 +23,45 @@ from sharded_train.precision.blocks import E8M0, Blocks, dequantised, observe, q
 from sharded_train.precision.formats import E4M3
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def products(margin: int, x: jax.Array, ws: list[jax.Array], slots: list[Tree]) -> list[jax.Array]:
+@jax.custom_vjp
+def products(x: jax.Array, ws: list[jax.Array], slots: list[Tree]) -> list[jax.Array]:
     """`x [rows, in] @ w [in, out]` of each weight; the cotangents of `slots` are its gradient, and what was seen.
 
     `slots` are zeros: "g" `[1, 3]` and, or None, "x" `[1, 3]`, "grad" like the weight, "factors" of a gradient that is
     left for later, which are kept as they are. The weights have no cotangent.
     """
-    return _forward(margin, x, ws, slots)[0]
+    return _forward(x, ws, slots)[0]
 
 
 @jax.named_scope("fp8")
-def _forward(margin: int, x: jax.Array, ws: list[jax.Array], slots: list[Tree]) -> tuple[list[jax.Array], Tree]:
-    along_in = quantised(x, 1, margin)
-    ys = [block_dot(along_in, quantised(w, 0, margin), x.dtype) for w in ws]
-    seen = [None if slot["x"] is None else observe(x, 1, margin)[None] for slot in slots]
+def _forward(x: jax.Array, ws: list[jax.Array], slots: list[Tree]) -> tuple[list[jax.Array], Tree]:
+    along_in = quantised(x, 1)
+    ys = [block_dot(along_in, quantised(w, 0), x.dtype) for w in ws]
+    seen = [None if slot["x"] is None else observe(x, 1)[None] for slot in slots]
     if any(slot["factors"] is not None for slot in slots):
         kept: Any = x
     else:  # As bytes: to write one layer into a stack of f8, XLA's CPU back end converts the whole stack.
-        kept = jax.tree.map(lambda a: lax.bitcast_convert_type(a, jnp.uint8), quantised(x, 0, margin))
+        kept = jax.tree.map(lambda a: lax.bitcast_convert_type(a, jnp.uint8), quantised(x, 0))
     return ys, (kept, ws, seen, jax.tree.map(lambda _: (), slots))  # the last: which there are, without the arrays
 
 
 @jax.named_scope("fp8")
-def _backward(margin: int, saved: Tree, d_ys: list[jax.Array]) -> tuple[jax.Array, None, list[Tree]]:
+def _backward(saved: Tree, d_ys: list[jax.Array]) -> tuple[jax.Array, None, list[Tree]]:
     kept, ws, seen, wanted = saved
     if isinstance(kept, Blocks):
         x = Blocks(lax.bitcast_convert_type(kept.q, E4M3), lax.bitcast_convert_type(kept.scale, E8M0), kept.dim)
     else:
-        x = quantised(kept, 0, margin)
+        x = quantised(kept, 0)
     d_xs, found = [], []
     for w, d_y, of_x, want in zip(ws, d_ys, seen, wanted, strict=True):
-        d_xs.append(block_dot(quantised(d_y, 1, margin), quantised(w, 1, margin), jnp.dtype(jnp.float32)))
+        d_xs.append(block_dot(quantised(d_y, 1), quantised(w, 1), jnp.dtype(jnp.float32)))
         grad, factors = None, want["factors"]
         if factors is None:
-            grad = block_dot(x, quantised(d_y, 0, margin), d_y.dtype)
+            grad = block_dot(x, quantised(d_y, 0), d_y.dtype)
         else:
             one = compat.vary(jnp.float32(1), compat.varying_axes(d_y))
             factors = (None if factors[0] is None else kept, d_y, one)
-        found.append({"grad": grad, "g": observe(d_y, 1, margin)[None], "x": of_x, "factors": factors})
+        found.append({"grad": grad, "g": observe(d_y, 1)[None], "x": of_x, "factors": factors})
     return functools.reduce(jnp.add, d_xs).astype(d_ys[0].dtype), None, found
 
 

@@ -1,8 +1,8 @@
 """8-bit numbers in blocks of 32 that share a scale: MXFP8 of OCP's Microscaling Formats (MX) Specification 1.0, 2023.
 
-A block's scale is a power of two, kept as its exponent (e8m0): the largest power within the block's amax over the
-largest within e4m3 (section 6.3). So what lies between 448 and 512 scales saturates, as the specification has it;
-with a margin of 1 nothing does.
+A block's scale is a power of two, kept as its exponent (e8m0): the least with which the block's amax is within e4m3, so
+that nothing saturates. The specification (section 6.3) rounds amax down to a power of two and clips what lies between
+448 and 512 scales, by which training is worse (Mishra et al. 2025, arXiv:2506.08027).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ BLOCK = 32
 E8M0 = jnp.dtype(jnp.float8_e8m0fnu)
 BIAS, MANTISSA = 127, 23  # of fp32, whose exponent e8m0 is
 TOP = 8  # the exponent of e4m3's largest number, 1.75 x 2^8
+BEYOND = 0x1FFFFF  # added to fp32's bits: the next exponent, if the mantissa is beyond 1.75
 
 
 class Blocks(flax.struct.PyTreeNode):
@@ -34,12 +35,9 @@ class Blocks(flax.struct.PyTreeNode):
         return self if self.dim == 1 else dataclasses.replace(self, q=self.q.T, scale=self.scale.T, dim=1)
 
 
-def quantised(x: jax.Array, dim: int, margin: int = 0) -> Blocks:
-    """A matrix in blocks along `dim`, a multiple of 32; margin: scales are so many powers of two larger.
-
-    An infinity becomes NaN, as under `formats.quantise`.
-    """
-    exponents = _exponents(x, dim, margin)
+def quantised(x: jax.Array, dim: int) -> Blocks:
+    """A matrix in blocks along `dim`, a multiple of 32. An infinity becomes NaN, as under `formats.quantise`."""
+    exponents = _exponents(x, dim)
     q = scaled_to(x, _inverse(exponents, dim), E4M3)
     return Blocks(q, lax.bitcast_convert_type(exponents.astype(jnp.uint8), E8M0), dim)
 
@@ -53,18 +51,18 @@ def dequantised(x: Blocks) -> jax.Array:
     return x.q.astype(jnp.bfloat16) * spread(halved) * spread(scale)
 
 
-def observe(x: jax.Array, dim: int, margin: int = 0) -> jax.Array:
+def observe(x: jax.Array, dim: int) -> jax.Array:
     """As `formats.observe` of one tensor: its amax; the shares that saturate and that become zero."""
     size = jnp.abs(x.astype(jnp.float32))
-    return counted(size, size * _inverse(_exponents(x, dim, margin), dim), E4M3, (0, 1))
+    return counted(size, size * _inverse(_exponents(x, dim), dim), E4M3, (0, 1))
 
 
-def _exponents(x: jax.Array, dim: int, margin: int) -> jax.Array:
+def _exponents(x: jax.Array, dim: int) -> jax.Array:
     """Of each block's scale, with e8m0's bias, as int32; the smallest for a block of zeros."""
     assert x.shape[dim] % BLOCK == 0, (x.shape, dim)
     amax = jnp.abs(x.astype(jnp.float32)).reshape(*x.shape[:dim], -1, BLOCK, *x.shape[dim + 1 :]).max(dim + 1)
-    bits = lax.bitcast_convert_type(amax, jnp.int32) >> MANTISSA
-    return jnp.clip(bits - TOP + margin, 0, 2 * BIAS - 1)  # so that 1 / scale is a normal number
+    exponents = (lax.bitcast_convert_type(amax, jnp.int32) + BEYOND) >> MANTISSA
+    return jnp.clip(exponents - TOP, 0, 2 * BIAS - 1)  # so that 1 / scale is a normal number
 
 
 def _inverse(exponents: jax.Array, dim: int) -> jax.Array:

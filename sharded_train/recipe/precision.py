@@ -176,7 +176,7 @@ def _without_effect(recipe: Recipe) -> Iterator[str]:
     without = {
         "fp8_delayed": (),
         "fp8_current": ("amax_history_length", "algorithm", "recalibrate"),
-        "mxfp8": ("amax_history_length", "algorithm", "recalibrate", "format"),
+        "mxfp8": ("amax_history_length", "algorithm", "margin", "recalibrate", "format"),
     }
     for field in dataclasses.fields(Fp8Config):
         value = getattr(fp8, field.name)
