@@ -104,7 +104,7 @@ def tell(curves: Curves) -> None:
 
 
 def draw_into(folder: Path, curves: Curves, points: int = 20) -> None:
-    """fp8_loss.svg and, beside bf16's, fp8_beside.svg: means of each 20th of the steps, over the seeds that all have."""
+    """fp8_loss.svg and, beside bf16, fp8_beside.svg: means of each 20th of the steps, over the seeds that all have."""
     from sharded_train import draw
 
     seeds = set.intersection(*(set(those) for those in curves.values()))
