@@ -110,7 +110,7 @@ def sample_tokens(
         return _sample(program, shards, prompt, key, sampling, rows, limit)
 
     spec = P(program.local.row_axes or None)
-    run = jax.jit(jax.shard_map(local, mesh=program.mesh, in_specs=(program.plan.stored, P(), P()), out_specs=spec))
+    run = jax.jit(program.on_mesh(local, (program.plan.stored, P(), P()), spec))
     tokens = run(params, jnp.asarray(prompt, jnp.int32), jax.random.key(sampling.seed))
     whole = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(program.mesh, P()))(tokens)
     return np.asarray(whole)[:num_samples]

@@ -179,7 +179,7 @@ class Program(ModelOrder):
             )
             return loss, self.local.over_tokens(bytes_)
 
-        step = self._on_mesh(local, (self.plan.stored, self._rows, P()), P())
+        step = self.on_mesh(local, (self.plan.stored, self._rows, P()), P())
         return jax.jit(step, compiler_options=self.compiler_options)
 
     @functools.cached_property
@@ -196,7 +196,7 @@ class Program(ModelOrder):
         of_layers = P(self.plan.stack_axis)
         scaling = of_layers if self.fp8 is not None else P()
         out = Found(P(), self.plan.stored, P(), of_layers)  # type: ignore[arg-type]
-        return self._on_mesh(local, (self.plan.stored, scaling, self._rows, P()), out)
+        return self.on_mesh(local, (self.plan.stored, scaling, self._rows, P()), out)
 
     def loss_and_grads(self, weights: Tree, batch: Batch, key: jax.Array) -> tuple[Loss, Tree, jax.Array]:
         """Loss, the mean loss's gradients where the params lie, their global norm; by the scaling of a first step."""
@@ -208,7 +208,7 @@ class Program(ModelOrder):
         """(state, gradients where the params lie, learning rate) -> the next state."""
         placed = jax.tree.map(lambda x: x.sharding.spec, self.abstract_state)
         local = functools.partial(update, self.optimizer, self.plan, self.train.ema_decay)
-        return self._on_mesh(local, (placed, self.plan.stored, P()), placed)
+        return self.on_mesh(local, (placed, self.plan.stored, P()), placed)
 
     @functools.cached_property
     def learning_rate(self) -> Callable[[jax.typing.ArrayLike], jax.Array]:
@@ -257,7 +257,8 @@ class Program(ModelOrder):
 
     # ---- plumbing -------------------------------------------------------------------------------------------------
 
-    def _on_mesh(self, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def on_mesh(self, local: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`local` on every device of the mesh, on the shards of what is given."""
         if self.platform == "cpu" and self.mesh.size > 1:
             local = in_order(local)
         return jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)

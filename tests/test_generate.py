@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,3 +78,16 @@ def test_samples_are_the_same_on_every_mesh(model: str, layout: Layout) -> None:
     assert samples == sample(Layout())
     assert len({tuple(s) for s in samples}) == 3
     assert max(map(max, samples)) < 60
+
+
+def test_collectives_are_put_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a step: XLA's CPU back end gives them none."""
+
+    def refused(fn: Any) -> Any:
+        raise AssertionError("in order")
+
+    monkeypatch.setattr("sharded_train.step.in_order", refused)
+    p = program(MODELS["llama"], Layout(tensor=2))
+    weights = equivalence.weights(p)
+    with pytest.raises(AssertionError, match="in order"):
+        sample_tokens(p, weights, PROMPT, Sampling(max_tokens=2), 1, limit=60)
