@@ -1,14 +1,15 @@
 """Training in FP8 on real text beside bf16: final losses, and what happens without scaling.
 
-    python benchmarks/fp8_training.py [--recipes bf16 fp8_delayed fp8_current mxfp8 unscaled] [--seeds 0 1 2]
+    python benchmarks/fp8_training.py [--recipes bf16 fp32 fp8_delayed fp8_current mxfp8 unscaled] [--seeds 0 1 2]
         [--steps 1000] [--width 256] [--rows 16] [--length 256] [--learning-rate 2e-3] [--json OUT] [--plots DIR]
     python benchmarks/fp8_training.py --curves JSON [JSON ...] [--plots DIR]
     python benchmarks/fp8_training.py --cost [--windows 9]
 
 The model of configs/quickstart.py on one device, on the source code of Python's standard library; every recipe sees the
 same batches in the same order, from the same initial weights. What is told is the mean loss of the last tenth of the
-steps, relative to bf16's, of each seed and over seeds. `unscaled` is fp8_delayed with every scale held at 1. `--curves`
-trains nothing: it takes what earlier runs wrote with `--json`, which may have been side by side on a core each.
+steps, relative to bf16's, of each seed and over seeds. `unscaled` is fp8_delayed with every scale held at 1; fp32,
+if asked for, tells how far rounding alone takes a run from bf16's. `--curves` trains nothing: it takes what earlier runs
+wrote with `--json`, which may have been side by side on a core each.
 
 `--cost` times steps of bf16 and of the FP8 recipes in turn, in windows, and tells the median of their ratios: FP8 is
 emulated on CPUs, and should cost at most 1.3 steps of bf16. `unscaled` quantises the same.
@@ -35,12 +36,12 @@ from sharded_train.step import Batch, Program
 
 ROOT = Path(__file__).parent.parent
 Curves = dict[str, dict[str, list[float]]]  # losses of the steps, by recipe and seed
-RECIPES = ("bf16", "fp8_delayed", "fp8_current", "mxfp8", "unscaled")
+RECIPES = ("bf16", "fp32", "fp8_delayed", "fp8_current", "mxfp8", "unscaled")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=RECIPES)
+    parser.add_argument("--recipes", nargs="+", default=[name for name in RECIPES if name != "fp32"], choices=RECIPES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--width", type=int, default=256, help="d_model; d_ff follows")
