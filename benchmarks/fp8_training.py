@@ -8,7 +8,7 @@
 The model of configs/quickstart.py on one device, on the source code of Python's standard library; every recipe sees the
 same batches in the same order, from the same initial weights. What is told is the mean loss of the last tenth of the
 steps, relative to bf16's, of each seed and over seeds. `unscaled` is fp8_delayed with every scale held at 1; fp32,
-if asked for, tells how far rounding alone takes a run from bf16's. `--curves` trains nothing: it takes what earlier runs
+if asked for, tells how far rounding alone takes a run from bf16's. `--curves` trains nothing: it takes what other runs
 wrote with `--json`, which may have been side by side on a core each.
 
 `--cost` times steps of bf16 and of the FP8 recipes in turn, in windows, and tells the median of their ratios: FP8 is
