@@ -29,8 +29,8 @@ def _recipe(args: argparse.Namespace, overrides: list[str], *, start: bool = Tru
         # Reading a model needs no certain number of devices: data takes what there is, unless it is told otherwise.
         any_data = [] if any(o.startswith("--config.mesh.") for o in overrides) else ["--config.mesh.data=-1"]
         asked = recipe.from_dict(to_dict(workdir.read_recipe(args.workdir)), [*any_data, *overrides])
-    if check:
-        recipe.check(asked, None)
+    if check and recipe.problems_of(asked, None):
+        recipe.check(asked, launch.number_asked(args))  # says more, where it is known how many devices are meant
     if start:
         launch.start(args, asked.distributed)
     return asked
@@ -72,7 +72,7 @@ def _evaluate(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _show(args: argparse.Namespace, overrides: list[str]) -> int:
-    recipe = _recipe(args, overrides)
+    recipe = _recipe(args, overrides, check=args.cluster is None)
     from sharded_train.show import show
 
     return show(recipe, cluster=args.cluster, json=args.json)

@@ -26,4 +26,6 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def nearest_word(word: str, known: Iterable[str]) -> str:
     """The known word that is nearest, or nothing if none is near."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1)), "")
+    known = list(known)
+    longer = [each for each in known if word and each.startswith(word)]  # fp8: fp8_delayed, not mxfp8
+    return next(iter(longer or difflib.get_close_matches(word, known, n=1)), "")

@@ -51,6 +51,13 @@ def problems(args: argparse.Namespace) -> list[str]:
     return found
 
 
+def number_asked(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> int | None:
+    """How many devices the options mean, of all processes; None where only JAX can tell."""
+    if args.cpu_devices is None or args.distributed or launched_by(environ):
+        return None
+    return args.cpu_devices * (args.num_processes or 1)
+
+
 def start(args: argparse.Namespace, waits: DistributedConfig, environ: Mapping[str, str] = os.environ) -> None:
     """Choose the devices and join the other processes, if there are any. Nothing may have used a device before."""
     import jax

@@ -130,6 +130,18 @@ def test_all_violations_one_to_a_line(capsys: pytest.CaptureFixture[str], tmp_pa
     assert not workdir.exists()
 
 
+@pytest.mark.parametrize(
+    ("verb", "more"), [("train", ["--workdir=run", "--cpu-devices=8"]), ("show", ["--cluster=1x8"])]
+)
+def test_a_mesh_for_more_devices_than_were_asked_for(
+    capsys: pytest.CaptureFixture[str], verb: str, more: list[str]
+) -> None:
+    """It is not hidden by what does not split over the mesh."""
+    model, mesh = refused(capsys, verb, QUICKSTART, "--config.mesh.tensor=16", *more)[::-1]
+    assert "model.num_heads = 4 is no multiple of mesh.tensor = 16" in model
+    assert "number of devices 8 / (pipeline 1 × sequence 1 × tensor 16) = 0.5" in mesh
+
+
 def test_a_key_that_does_not_exist_hides_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """But for what it seems to mean: without num_heads the default would be at odds with the width."""
     wrong = ["--config.model.num_headz=5", "--config.model.d_model=130", "--config.train.stop_at=0"]
@@ -175,6 +187,11 @@ def test_what_is_asked_wrongly(capsys: pytest.CaptureFixture[str], argv: str, wo
     assert len(problems) == len(words)
     for problem, word in zip(problems, words, strict=True):
         assert word in problem
+
+
+def test_what_goes_on_as_asked_is_nearer_than_what_ends_so(capsys: pytest.CaptureFixture[str]) -> None:
+    (problem,) = refused(capsys, "show", QUICKSTART, "--config.precision.recipe=fp8")
+    assert problem.endswith("got 'fp8'; did you mean fp8_delayed?")
 
 
 def test_an_override_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:

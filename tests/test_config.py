@@ -335,6 +335,10 @@ def test_missing_files_name_their_neighbours(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     assert problems(config_file.run, "zzz.py") == [f"zzz.py: no such config file; looked in {tmp_path}"]
     assert "it is a folder" in problems(config_file.run, tmp_path)[0]
+    written(tmp_path / "configs" / "gpt2_124m.py", RETURNS % "x")
+    for asked in ("gpt2_124m", "config/gpt2_124m.py"):
+        (problem,) = problems(config_file.run, asked)
+        assert problem == f"{asked}: no such config file; did you mean {Path('configs', 'gpt2_124m.py')}?"
     assert "a config is a Python file" in problems(config_file.run, written(tmp_path / "c.yaml", ""))[0]
 
 

@@ -108,5 +108,5 @@ def _near(file: str, path: Path) -> Path:
 def _neighbour(path: Path) -> str:
     if path.is_dir():
         return " (it is a folder)"
-    names = [str(p) for p in path.parent.glob("*.py")]
+    names = sorted(str(p) for folder in {path.parent, Path("configs")} for p in folder.glob("*.py"))
     return did_you_mean(str(path), names) or (f"; looked in {Path.cwd()}" if not path.is_absolute() else "")
