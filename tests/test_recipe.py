@@ -324,7 +324,7 @@ def test_every_number_has_a_range() -> None:
         ),
         (["model.positions=learned", "model.rope_theta=5"], 8, "model.rope_theta changes nothing"),
         (["optimizer.type=sgd", "optimizer.nesterov=true"], 8, "optimizer.nesterov changes nothing"),
-        (["evaluate.every=1001"], 8, "evaluate.every = 1001 is beyond this run's last step 1000"),
+        (["evaluate.every=1001"], 8, "evaluate.every = 1001 is beyond this run's last step 1000: at its end only"),
         (["checkpoint.every=20", "train.stop_at=10"], 8, "checkpoint.every = 20 is beyond this run's last step 10"),
         (["log.profile_steps=1000,1001"], 8, "begins after this run's last step"),
     ],

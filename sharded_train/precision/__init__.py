@@ -25,7 +25,7 @@ class Fp8Config:
 
     amax_history_length: int = 16  # steps that fp8_delayed remembers
     algorithm: Literal["max", "most_recent"] = "max"  # of the history, what fp8_delayed scales by
-    margin: int = 0  # scales are 2^margin below what would just fit
+    margin: int = 0  # scales are 2^margin below what would just fit, but for mxfp8's
     format: Literal["hybrid", "e4m3"] = (
         "hybrid"  # hybrid: e4m3 forward, e5m2 for gradients; e4m3: for both, as mxfp8 always
     )

@@ -77,7 +77,7 @@ def _steps(recipe: Recipe) -> list[str]:
     for key in ("evaluate", "checkpoint"):
         every = getattr(recipe, key).every
         if every > last:
-            warnings.append(f"{key}.every = {every} is beyond this run's last step {last}: never reached")
+            warnings.append(f"{key}.every = {every} is beyond this run's last step {last}: at its end only")
     if profile is not None and profile[0] >= last:
         warnings.append(f"log.profile_steps = {profile} begins after this run's last step {last - 1}: no profile")
     return warnings
