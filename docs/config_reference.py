@@ -72,8 +72,15 @@ def options(cls: type, default: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def comments(cls: type) -> dict[str, str]:
-    """What stands behind each field, or in lines of its own above it."""
-    found = {field.name: "" for field in dataclasses.fields(cls)}
+    """What stands behind each field, or in lines of its own above it; of an inherited one, where it comes from."""
+    found: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        found |= own_comments(each) if dataclasses.is_dataclass(each) else {}
+    return found
+
+
+def own_comments(cls: type) -> dict[str, str]:
+    found = dict.fromkeys(inspect.get_annotations(cls), "")
     above: list[str] = []
     name, lines = "", io.StringIO(inspect.cleandoc(inspect.getsource(cls))).readline
     first = True  # on its line

@@ -34,7 +34,9 @@ def test_changes_are_made_where_they_belong() -> None:
 
 def test_the_worked_examples_work(tmp_path: Path) -> None:
     """Seven small programs are compiled, in a process of its own: some 25 s."""
-    shutil.copytree(ROOT / "sharded_train", tmp_path / "sharded_train", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("sharded_train", "docs", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     checks = []
     for kind, text in BLOCK.findall((ROOT / "docs/extend.md").read_text()):
         named = FILE.match(text)
@@ -50,3 +52,7 @@ def test_the_worked_examples_work(tmp_path: Path) -> None:
     there = os.environ | {"PYTHONPATH": str(tmp_path), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PJRT_NPROC": "6"}
     done = subprocess.run([sys.executable, "checks.py"], cwd=tmp_path, env=there, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    settings = ("test_recipe.py::test_every_number_has_a_range", "test_docs.py::test_every_option_says_what_it_is")
+    command = [sys.executable, "-m", "pytest", "-q", *(f"tests/{each}" for each in settings)]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, stdout=subprocess.PIPE)
+    assert done.returncode == 0, done.stdout.decode()

@@ -304,7 +304,7 @@ def test_every_number_has_a_range() -> None:
         *("precision.fp8.bf16_layers.first", "precision.fp8.bf16_layers.last"),
         *(f"precision.fp16.{field.name}" for field in dataclasses.fields(LossScaleConfig)),
     }
-    assert set(numbers(Recipe)) == ranged | elsewhere
+    assert set(numbers(Recipe)) == ranged | elsewhere, "a number wants a range, in sharded_train/recipe/ranges.py"
     assert ranged.isdisjoint(elsewhere)
 
 
