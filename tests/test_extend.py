@@ -54,5 +54,6 @@ def test_the_worked_examples_work(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     settings = ("test_recipe.py::test_every_number_has_a_range", "test_docs.py::test_every_option_says_what_it_is")
     command = [sys.executable, "-m", "pytest", "-q", *(f"tests/{each}" for each in settings)]
-    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, stdout=subprocess.PIPE)
-    assert done.returncode == 0, done.stdout.decode()
+    here = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=here, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
