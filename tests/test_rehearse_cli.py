@@ -258,3 +258,19 @@ def test_405b_on_16384_devices_within_five_minutes_and_12_gib(tmp_path: Path) ->
     assert found["wires"]["not_understood"] == []
     crossing = [each for each in found["wires"]["collectives"] if "tensor" in each["axes"] and each["link"] != "NVLink"]
     assert sum(each["wire_bytes"] * each["times"] for each in crossing) < 100  # the norm's sum over all devices
+
+
+def test_ctrl_c_does_not_end_what_filters_the_compilers_words() -> None:
+    code = """
+import os, signal, sys, time
+from sharded_train.rehearse.quiet import quiet_compiler
+signal.signal(signal.SIGINT, lambda *_: None)
+with quiet_compiler():
+    time.sleep(1)  # until the filter has begun
+    os.killpg(0, signal.SIGINT)
+    time.sleep(0.5)
+    os.write(2, b"last words")
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, start_new_session=True, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "last words")

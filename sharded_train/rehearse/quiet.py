@@ -14,7 +14,8 @@ NOISE = (  # what these say is a matter of memory: the verdict has it
     "gpu_hlo_schedule.cc",
 )
 FILTER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for the compiler, whose words still pass
 noise = [words.encode() for words in sys.argv[1:]]
 for line in sys.stdin.buffer:
     if not any(words in line for words in noise):
