@@ -116,11 +116,12 @@ def draw_into(folder: Path, curves: Curves, points: int = 20) -> None:
     title = f"FP8 beside bf16, {len(seeds)} seed{'s' if len(seeds) > 1 else ''}, means of {window} steps"
     labels = {"title": title, "xlabel": "step"}
     folder.mkdir(parents=True, exist_ok=True)
+    bare: Any = {"metadata": dict.fromkeys(("Creator", "Date", "Format", "Type"))}  # no date, no addresses
     losses = {name: list(values) for name, values in means.items()}
-    draw.plot(losses, steps, ylabel="loss", **labels).savefig(folder / "fp8_loss.svg")
+    draw.plot(losses, steps, ylabel="loss", **labels).savefig(folder / "fp8_loss.svg", **bare)
     if "bf16" in means:
         close = {name: list(100 * (values / means["bf16"] - 1)) for name, values in means.items() if name != "unscaled"}
-        draw.plot(close, steps, ylabel="loss above bf16's, %", **labels).savefig(folder / "fp8_beside.svg")
+        draw.plot(close, steps, ylabel="loss above bf16's, %", **labels).savefig(folder / "fp8_beside.svg", **bare)
 
 
 def program_of(name: str, seed: int, args: argparse.Namespace) -> Program:
