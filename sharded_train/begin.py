@@ -161,7 +161,7 @@ def _check_places(group: Group, checkpointer: Checkpointer, places: Sequence[Pat
 
     The workdir is looked at with all that lies in it.
     """
-    problems = []
+    refused: list[ConfigError] = []
     for place in places:
         try:
             with group.shared_errors():
@@ -169,10 +169,10 @@ def _check_places(group: Group, checkpointer: Checkpointer, places: Sequence[Pat
             if not cloud.is_address(place):
                 agreement.probe(group, place)
         except ConfigError as error:
-            problems += error.problems
+            refused.append(error)
             checkpointer.remarks.append(f"no checkpoint can be saved there: {'; '.join(error.problems)}")
-    if len(checkpointer.remarks) == len(checkpointer.directories):
-        raise ConfigError(problems)
+    if len(refused) == len(checkpointer.directories):
+        raise ConfigError([problem for error in refused for problem in error.problems])
 
 
 def rolled_back(run: Run, fault: RollBack) -> tuple[Run, TrainState]:
